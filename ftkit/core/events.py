@@ -1,0 +1,224 @@
+"""What a member's machine hears (events) and what it wants done (effects).
+
+Pure data. An effect states what should be true outside; the machine repeats it until an event shows
+that it is, so a lost write costs a tick and not a deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from ftkit.core.model import Abort, Departed, Epoch, Record, Ticket, Version
+
+Section = Literal["members", "tickets", "epoch", "abort", "departed", "control"]
+"""A part of the prefix. `epoch` and `abort` are single keys: their one name is the empty string."""
+
+Value: TypeAlias = object
+"""A decoded value: Record, Ticket, Epoch, Abort, Departed, or Control, as the section says."""
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A section was read whole; what it does not hold is gone. `revision` is that of each key."""
+
+    section: Section
+    items: Mapping[str, Value]
+    revisions: Mapping[str, int] = {}
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """A watch showed one key put (value) or deleted (None)."""
+
+    section: Section
+    name: str
+    value: Value | None
+    revision: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """All ranks of the group are connected. `running` is set when a new keeper takes over from a dead one."""
+
+    record: Record
+    running: Epoch | None = None
+
+
+class Want(msgspec.Struct, frozen=True, kw_only=True):
+    """All ranks stand at a step boundary, have aborted their groups and ask for the next epoch."""
+
+    version: Version
+    failed: str = ""
+    """Why the epoch that they left is over; empty when all its members left it at the same boundary."""
+    leaving: bool = False
+    shrink_only: bool = False
+
+
+class Died(msgspec.Struct, frozen=True):
+    """The group is dead: a rank's connection closed without a goodbye, or it was declared hung."""
+
+    how: str
+    version: Version = Version(0, 0)
+
+
+class Goodbye(msgspec.Struct, frozen=True):
+    """The ranks have left in order and are about to end.
+
+    `planned`: all members know, since the last vote said so; the epoch's end needs no announcement.
+    """
+
+    how: str = "left"
+    version: Version = Version(0, 0)
+    planned: bool = False
+
+
+class Frozen(msgspec.Struct, frozen=True):
+    """A rank's process has been stopped (SIGSTOP, debugger) for `freeze_grace`, or goes on again."""
+
+    on: bool
+
+
+class LeaseLost(msgspec.Struct, frozen=True):
+    """The lease is gone, and the keys with it; a new one will be granted."""
+
+
+class Held(msgspec.Struct, frozen=True):
+    """The member key, and this ticket if any, were written under the current lease."""
+
+    ticket: Ticket | None
+
+
+class Vanished(msgspec.Struct, frozen=True):
+    """The `Depart` transaction went through, or the `Withdraw` one did."""
+
+    departed: bool
+
+
+class ProposalFailed(msgspec.Struct, frozen=True):
+    """The epoch key had changed since; the watch will show how."""
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+Event: TypeAlias = (
+    Listed
+    | Changed
+    | Ready
+    | Want
+    | Died
+    | Goodbye
+    | Frozen
+    | LeaseLost
+    | Held
+    | Vanished
+    | ProposalFailed
+    | Tick
+)
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """To etcd: the member key and the ticket (if any) shall exist under my lease. Answer: `Held`."""
+
+    record: Record
+    ticket: Ticket | None
+
+
+class Withdraw(msgspec.Struct, frozen=True):
+    """To etcd: delete the member key and the ticket, keep the lease. Answer: `Vanished(False)`."""
+
+
+class Depart(msgspec.Struct, frozen=True):
+    """To etcd: in one transaction delete the member key and ticket, put the proof, and put `abort` if given.
+
+    Then revoke the lease and answer `Vanished(True)`.
+    """
+
+    departed: Departed
+    abort: Abort | None
+
+
+class PutAbort(msgspec.Struct, frozen=True):
+    """To etcd: put `abort` unless one for this or a later epoch stands there."""
+
+    abort: Abort
+
+
+class PutEpoch(msgspec.Struct, frozen=True):
+    """To etcd: if the epoch key's mod revision is `revision` (0: absent), put `epoch` and its history copy.
+
+    Answer `ProposalFailed` when it was not. The put itself is shown by the watch.
+    """
+
+    epoch: Epoch
+    revision: int
+
+
+class WatchTickets(msgspec.Struct, frozen=True):
+    """To etcd: watch `tickets/` (proposers only), or stop watching it."""
+
+    on: bool
+
+
+class AckControl(msgspec.Struct, frozen=True):
+    """To etcd: delete the operator's request, it is under way."""
+
+    what: str
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """To the ranks: configure the process groups for this epoch; the records of its live members."""
+
+    epoch: Epoch
+    records: Mapping[str, Record]
+
+
+class AbortWork(msgspec.Struct, frozen=True):
+    """To the ranks: this epoch is over, abort the work in flight."""
+
+    epoch: int
+    why: str
+
+
+class Reconfigure(msgspec.Struct, frozen=True):
+    """To the ranks: wish for a new epoch in the next vote."""
+
+    epoch: int
+    why: str
+
+
+class Suspects(msgspec.Struct, frozen=True):
+    """To the ranks: these members' keys vanished without proof of death (empty: all are back)."""
+
+    epoch: int
+    names: tuple[str, ...]
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """To the ranks: why there is no next epoch yet."""
+
+    reason: str
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """To the ranks: an operator asks this group to leave, at the next boundary (`drain`) or at once (`evict`)."""
+
+    what: str
+
+
+Effect: TypeAlias = (
+    Hold
+    | Withdraw
+    | Depart
+    | PutAbort
+    | PutEpoch
+    | WatchTickets
+    | AckControl
+    | Offer
+    | AbortWork
+    | Reconfigure
+    | Suspects
+    | Waiting
+    | Leave
+)

@@ -1,0 +1,381 @@
+"""A replica group's state machine: absorbs what its keeper hears, returns what should be made true.
+
+Pure: no I/O, no threads, time is an argument. The same machine runs in the keeper and in the simulation.
+
+A group is in one of four conditions:
+
+    absent    not all ranks are connected, or the group was frozen: holds no keys
+    running   in an epoch; its ranks train, nothing is written
+    wanting   its ranks stand at a boundary: it holds a ticket until an epoch names it
+    gone      the proof of death is written, or on its way
+"""
+
+from __future__ import annotations
+
+from ftkit.core import events as ev
+from ftkit.core.model import Abort, Departed, Epoch, Policy, Record, Ticket
+from ftkit.core.quorum import (
+    Propose,
+    View,
+    Wait,
+    decide,
+    is_live,
+    obituary,
+    proposers,
+    standing_ticket,
+)
+from ftkit.core.seen import RETRY_S, Repeater, Seen
+
+RECORD_GRACE_S = 1.0
+"""How long a new epoch's members may be unknown here (their keys' watch lags) before it is declined."""
+
+PROPOSE_STAGGER_S = 0.1
+"""The second and third proposer wait this much longer each: the first usually does the work."""
+
+
+class Member:
+    """The machine of one replica group; see the module's docstring."""
+
+    def __init__(self, replica_id: str, incarnation: str, policy: Policy) -> None:
+        """Begin absent."""
+        self.replica_id = replica_id
+        self.incarnation = incarnation
+        self.policy = policy
+        self.seen = Seen()
+        self.record: Record | None = None
+        self.running: Epoch | None = None
+        self.want: ev.Want | None = None
+        self.ticket: Ticket | None = None
+        self.last_epoch: Epoch | None = None
+        self.departed: Departed | None = None
+        self.gone = False
+        self.frozen = False
+        self._heard = 0
+        self._held: tuple[bool, Ticket | None] = (False, None)
+        self._abort: Abort | None = None
+        self._ready_since: float | None = None
+        self._out_since: float | None = None
+        self._over = 0
+        self._suspects: tuple[int, tuple[str, ...]] = (0, ())
+        self._planned = False
+        self._wake: float | None = None
+        self._repeat = Repeater()
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        """Absorb one event and return what should now be made true outside."""
+        if isinstance(event, ev.Listed | ev.Changed):
+            self.seen.absorb(event, now)
+            self._notice_own_keys(event)
+        elif isinstance(event, ev.Ready):
+            self.record = event.record
+            if event.running is not None:
+                self.running = self.last_epoch = event.running
+                self._heard = max(self._heard, event.running.id)
+        elif isinstance(event, ev.Want):
+            self._on_want(event)
+        elif isinstance(event, ev.Died | ev.Goodbye):
+            self._on_end(event)
+        elif isinstance(event, ev.Frozen):
+            self._on_frozen(event.on)
+        elif isinstance(event, ev.LeaseLost):
+            self._held = (False, None)
+            self._repeat.clear("hold")
+        elif isinstance(event, ev.Held):
+            self._held = (True, event.ticket)
+        elif isinstance(event, ev.Vanished):
+            self._held = (False, None)
+            self.gone = self.gone or event.departed
+        elif isinstance(event, ev.ProposalFailed):
+            self._repeat.clear("propose")
+        return self._react(now)
+
+    def wake_at(self) -> float | None:
+        """Return the time at which a `Tick` is needed even if nothing else happens."""
+        return self._wake
+
+    def _notice_own_keys(self, event: ev.Listed | ev.Changed) -> None:
+        """A vanished member key (lease expired, etcd wiped) is put again, with the ticket."""
+        if event.section != "members" or not self._held[0]:
+            return
+        own = self.seen.members.get(self.replica_id)
+        deleted = isinstance(event, ev.Listed) or (event.name == self.replica_id and event.value is None)
+        if deleted and (own is None or own.incarnation != self.incarnation):
+            self._held = (False, None)
+            self._repeat.clear("hold")
+
+    def _on_want(self, want: ev.Want) -> None:
+        left = self.running
+        if left is not None and want.failed:
+            self._leave_in_error(left.id, want.failed)
+        self.running = None
+        self.want = want
+        self._renew_ticket()
+
+    def _renew_ticket(self) -> None:
+        """Ask for an epoch above all that this member has heard of, and so tell the others of those."""
+        assert self.want is not None, "a ticket needs a wish"
+        seen = 0 if self.seen.epoch is None else self.seen.epoch.id
+        self._heard = max(self._heard, seen, self.want.version.epoch)
+        self.ticket = Ticket(
+            replica_id=self.replica_id,
+            incarnation=self.incarnation,
+            epoch=self._heard + 1,
+            version=self.want.version,
+            leaving=self.want.leaving,
+            shrink_only=self.want.shrink_only,
+        )
+
+    def _leave_in_error(self, epoch: int, why: str) -> None:
+        if self._abort is None or self._abort.epoch < epoch:
+            self._abort = Abort(epoch=epoch, by=self.replica_id, why=why)
+
+    def _on_end(self, event: ev.Died | ev.Goodbye) -> None:
+        if self.departed is None:
+            self._planned = isinstance(event, ev.Goodbye) and event.planned
+            host = "" if self.record is None else self.record.host
+            self.departed = Departed(
+                replica_id=self.replica_id,
+                incarnation=self.incarnation,
+                how=event.how,
+                host=host,
+                version=event.version,
+            )
+
+    def _on_frozen(self, on: bool) -> None:
+        self.frozen = on
+        if on and self.running is not None:
+            self._leave_in_error(self.running.id, f"{self.replica_id} is frozen")
+        self._repeat.clear("hold")
+
+    # -- reactions ---------------------------------------------------------------------------------
+
+    def _react(self, now: float) -> list[ev.Effect]:
+        """Compare what is with what should be; each part adds its effects."""
+        self._wake = None
+        out: list[ev.Effect] = []
+        if self.gone:
+            return out
+        if self.departed is not None:
+            return self._depart(now, self.departed)
+        self._keep_keys(now, out)
+        if {"epoch", "members"} <= self.seen.listed:
+            self._follow_epoch(now, out)
+            if self.running is not None:
+                self._watch_over(self.running, now, out)
+            if not self._restore_epoch(now, out):
+                self._propose(now, out)
+        self._keep_abort(now, out)
+        self._obey(now, out)
+        return out
+
+    def _sleep_until(self, when: float) -> None:
+        self._wake = when if self._wake is None else min(self._wake, when)
+
+    def _emit(self, out: list[ev.Effect], slot: str, effect: ev.Effect, now: float) -> None:
+        """Emit an effect now if it is due, and come back to repeat it."""
+        if self._repeat.due(slot, effect, now):
+            out.append(effect)
+        self._sleep_until(now + RETRY_S)
+
+    def _tell(self, out: list[ev.Effect], slot: str, effect: ev.Effect, now: float) -> None:
+        """Tell the ranks once; their connection loses nothing."""
+        if self._repeat.due(slot, effect, now, again=None):
+            out.append(effect)
+
+    def _depart(self, now: float, departed: Departed) -> list[ev.Effect]:
+        """Write the proof of death; unless the others know already, end the epoch in the same transaction."""
+        out: list[ev.Effect] = []
+        over = None if self._planned else self.running
+        current = self.seen.epoch
+        abort = None
+        if over is not None and (current is None or current.id <= over.id):
+            abort = Abort(epoch=over.id, by=self.replica_id, why=f"{self.replica_id}: {departed.how}")
+        self._emit(out, "depart", ev.Depart(departed, abort), now)
+        return out
+
+    def _keep_keys(self, now: float, out: list[ev.Effect]) -> None:
+        if self.record is None:
+            return
+        if self.frozen:
+            if self._held[0]:
+                self._emit(out, "hold", ev.Withdraw(), now)
+            return
+        if self._held != (True, self.ticket):
+            self._emit(out, "hold", ev.Hold(self.record, self.ticket), now)
+
+    def _follow_epoch(self, now: float, out: list[ev.Effect]) -> None:
+        """Adopt an epoch that answers the ticket; decline one that cannot work for this member."""
+        epoch = self.seen.epoch
+        if epoch is None or self.want is None or self.ticket is None or epoch.id < self.ticket.epoch:
+            return
+        if not epoch.names(self.replica_id, self.incarnation):
+            self._ask_again()
+            return
+        why = self._objection(epoch, self.want)
+        if why is not None:
+            self._leave_in_error(epoch.id, f"{self.replica_id} declined: {why}")
+            self._ask_again()
+            return
+        view = self.seen.view()
+        unknown = [s.replica_id for s in epoch.seats if not is_live(view, s)]
+        if unknown:
+            until = min(self.seen.gone_since.get(r, now) for r in unknown) + RECORD_GRACE_S
+            if now < until:
+                self._sleep_until(until)
+            else:
+                self._leave_in_error(epoch.id, f"{unknown[0]} is gone")
+                self._ask_again()
+            return
+        self.running = self.last_epoch = epoch
+        self.want = None
+        self._heard = max(self._heard, epoch.id)
+        self._out_since = None
+        records = {s.replica_id: self.seen.members[s.replica_id] for s in epoch.seats}
+        out.append(ev.Offer(epoch=epoch, records=records))
+
+    def _objection(self, epoch: Epoch, want: ev.Want) -> str | None:
+        """Say why an epoch that names this member is over before it has begun, or None."""
+        seat = epoch.seat(self.replica_id)
+        if want.leaving:
+            return "it is leaving"
+        if seat is None or seat.version != want.version:
+            return "the epoch rests on a stale view of its version"
+        if self.seen.abort is not None and self.seen.abort.epoch == epoch.id:
+            return self.seen.abort.why or "the epoch was aborted"
+        view = self.seen.view()
+        dead = [s.replica_id for s in epoch.seats if obituary(view, s) is not None]
+        return f"{dead[0]} is dead" if dead else None
+
+    def _ask_again(self) -> None:
+        self._renew_ticket()
+        self._repeat.clear("hold")
+
+    def _restore_epoch(self, now: float, out: list[ev.Effect]) -> bool:
+        """I8: when etcd has lost the epoch (wiped, or restored from an old copy), put it back."""
+        last = self.last_epoch
+        seen = 0 if self.seen.epoch is None else self.seen.epoch.id
+        if last is None or seen >= last.id:
+            return False
+        self._emit(out, "restore", ev.PutEpoch(last, self.seen.epoch_revision), now)
+        return True
+
+    def _watch_over(self, running: Epoch, now: float, out: list[ev.Effect]) -> None:
+        """Find out whether the running epoch is over, should be replaced, or has a member in doubt."""
+        if self._over >= running.id:
+            return
+        why = self._end_of(running, now)
+        if why is not None:
+            self._over = running.id
+            out.append(ev.AbortWork(running.id, why))
+            return
+        if self.seen.epoch is None or self.seen.epoch.id != running.id:
+            return  # I8: it is being put back
+        view = self.seen.view()
+        others = [s for s in running.seats if s.replica_id != self.replica_id]
+        missing = tuple(s.replica_id for s in others if not is_live(view, s))
+        if missing != (self._suspects[1] if self._suspects[0] == running.id else ()):
+            self._suspects = (running.id, missing)
+            out.append(ev.Suspects(running.id, missing))
+        outsiders = self._outsiders(running, view)
+        if outsiders:
+            ripe = min(outsiders.values()) + self.policy.gather_window
+            if now >= ripe:
+                why = f"joining: {', '.join(sorted(outsiders)[:4])}"
+                self._tell(out, "reconfigure", ev.Reconfigure(running.id, why), now)
+            else:
+                self._sleep_until(ripe)
+
+    def _end_of(self, running: Epoch, now: float) -> str | None:
+        """Say why the running epoch is over, or None."""
+        seen = self.seen
+        if self.frozen:
+            return f"{self.replica_id} is frozen"
+        if seen.epoch is not None and seen.epoch.id > running.id:
+            return f"superseded by epoch {seen.epoch.id}"
+        if seen.abort is not None and seen.abort.epoch == running.id:
+            return seen.abort.why or f"aborted by {seen.abort.by}"
+        view = seen.view()
+        left = []
+        for seat in running.seats:
+            if seat.replica_id == self.replica_id:
+                continue
+            how = obituary(view, seat)
+            if how is not None and how != "left":
+                return f"{seat.replica_id} is gone: {how}"
+            ticket = seen.tickets.get(seat.replica_id)
+            asks = ticket is not None and ticket.epoch > running.id and ticket.incarnation == seat.incarnation
+            if how == "left" or asks:
+                left.append(seat.replica_id)
+        if not left:
+            self._out_since = None
+            return None
+        # All members switch at one boundary, so this one is about to; it is given a moment to get there.
+        self._out_since = now if self._out_since is None else self._out_since
+        until = self._out_since + self.policy.leave_grace
+        if now >= until:
+            return f"{left[0]} has left the epoch"
+        self._sleep_until(until)
+        return None
+
+    def _outsiders(self, running: Epoch, view: View) -> dict[str, float]:
+        """Name those outside the epoch who hold a ticket and would be admitted, and since when they ask."""
+        if self.policy.max_replicas and len(running.seats) >= self.policy.max_replicas:
+            return {}
+        inside = {(s.replica_id, s.incarnation) for s in running.seats}
+        return {
+            r: self.seen.tickets_seen.get(r, 0.0)
+            for r in self.seen.tickets
+            if (t := standing_ticket(view, r)) is not None
+            and not t.leaving
+            and (r, t.incarnation) not in inside
+        }
+
+    def _propose(self, now: float, out: list[ev.Effect]) -> None:
+        view = self.seen.view()
+        order = proposers(view)
+        mine = self.replica_id in order and self.record is not None and not self.frozen
+        self._tell(out, "watch_tickets", ev.WatchTickets(mine), now)
+        if not mine or "tickets" not in self.seen.listed:
+            if not mine:
+                self.seen.listed.discard("tickets")
+                self.seen.tickets.clear()
+                if self.want is not None:
+                    reason = f"waiting for an epoch; {order[0] if order else 'nobody'} may propose it"
+                    self._tell(out, "waiting", ev.Waiting(reason), now)
+            return
+        decision = decide(view, self.policy, now)
+        if isinstance(decision, Wait):
+            self._ready_since = None
+            if self.want is not None:
+                self._tell(out, "waiting", ev.Waiting(decision.reason), now)
+            if decision.until is not None:
+                self._sleep_until(decision.until)
+            return
+        self._ready_since = now if self._ready_since is None else self._ready_since
+        turn = self._ready_since + PROPOSE_STAGGER_S * order.index(self.replica_id)
+        if now < turn:
+            self._sleep_until(turn)
+            return
+        self._emit(out, "propose", ev.PutEpoch(self._epoch(decision), self.seen.epoch_revision), now)
+
+    def _epoch(self, decision: Propose) -> Epoch:
+        return Epoch(id=decision.id, seats=decision.seats, proposer=self.replica_id, reason=decision.reason)
+
+    def _keep_abort(self, now: float, out: list[ev.Effect]) -> None:
+        """Free those that are still at work in the epoch that this member had to leave."""
+        if self._abort is None:
+            return
+        seen = self.seen
+        newer = seen.epoch is not None and seen.epoch.id > self._abort.epoch
+        if newer or (seen.abort is not None and seen.abort.epoch >= self._abort.epoch):
+            self._abort = None
+            return
+        self._emit(out, "abort", ev.PutAbort(self._abort), now)
+
+    def _obey(self, now: float, out: list[ev.Effect]) -> None:
+        for what in ("drain", "evict"):
+            if f"{what}/{self.replica_id}" in self.seen.control:
+                self._tell(out, f"leave {what}", ev.Leave(what), now)
+                self._emit(out, f"ack {what}", ev.AckControl(what), now)

@@ -1,0 +1,183 @@
+"""Decide whether the members that hold a ticket may form the next epoch.
+
+Pure: no clock, no I/O, no threads. The caller says what it saw, since when, and what time it is. A
+"no" carries its reason, and the time at which time alone may turn it into a "yes".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ftkit.core.model import Departed, Epoch, Policy, Record, Seat, Ticket
+
+NUM_PROPOSERS = 3
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """What a keeper has seen of its job's keys."""
+
+    members: Mapping[str, Record] = {}
+    tickets: Mapping[str, Ticket] = {}
+    departed: Mapping[str, Departed] = {}
+    epoch: Epoch | None = None
+    tickets_seen: Mapping[str, float] = {}
+    """Since when each ticket has been standing, by the caller's own clock."""
+    gone_since: Mapping[str, float] = {}
+    """Since when each member of `epoch` that is not live has been missing, by the caller's own clock."""
+
+
+class Propose(msgspec.Struct, frozen=True, kw_only=True):
+    """The next epoch may be formed, of these seats."""
+
+    id: int
+    seats: tuple[Seat, ...]
+    reason: str
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """No epoch may be formed yet; `until` is when to look again even if nothing changes."""
+
+    reason: str
+    until: float | None = None
+
+
+def epoch_id(view: View) -> int:
+    """Return the id of the current epoch, 0 when there is none."""
+    return 0 if view.epoch is None else view.epoch.id
+
+
+def is_live(view: View, seat: Seat) -> bool:
+    """Say whether this very incarnation holds its member key."""
+    record = view.members.get(seat.replica_id)
+    return record is not None and record.incarnation == seat.incarnation
+
+
+def standing_ticket(view: View, replica_id: str) -> Ticket | None:
+    """Return a live member's ticket for an epoch after the current one, if it holds one."""
+    ticket, record = view.tickets.get(replica_id), view.members.get(replica_id)
+    if ticket is None or record is None or ticket.incarnation != record.incarnation:
+        return None
+    return ticket if ticket.epoch > epoch_id(view) else None
+
+
+def obituary(view: View, seat: Seat) -> str | None:
+    """Say how a member of the current epoch is known to have ended, or None when it is not proven."""
+    departed = view.departed.get(seat.replica_id)
+    if departed is not None and departed.incarnation == seat.incarnation:
+        return departed.how or "ended"
+    record = view.members.get(seat.replica_id)
+    if record is not None and record.incarnation != seat.incarnation:
+        return "was started again"
+    return None
+
+
+def proposers(view: View) -> tuple[str, ...]:
+    """Name the members that may propose the next epoch, in the order in which they try."""
+    seats = () if view.epoch is None else view.epoch.seats
+    alive = [s.replica_id for s in seats if is_live(view, s)]
+    return tuple(alive[:NUM_PROPOSERS] or sorted(view.members)[:NUM_PROPOSERS])
+
+
+def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
+    """Apply the six rules of epoch formation to what was seen.
+
+    1 candidates hold a ticket; 2 live members are waited for; 3 `min_replicas`; 4 intersection with the
+    current epoch; 5 `shrink_only`; 6 the new id is above every epoch that a candidate has been in.
+    """
+    tickets = {r: t for r in view.members if (t := standing_ticket(view, r)) is not None}
+    leaving = {r for r, t in tickets.items() if t.leaving}
+    candidates = {r: t for r, t in tickets.items() if r not in leaving}
+    seats = () if view.epoch is None else view.epoch.seats
+    staying = [s.replica_id for s in seats if is_live(view, s) and s.replica_id not in leaving]
+    old = [r for r in staying if r in candidates]
+    if not candidates:
+        return Wait(reason="no member asks for a new epoch")
+
+    missing = [r for r in staying if r not in candidates]  # rule 2
+    if missing and old:
+        begun = min(view.tickets_seen.get(r, now) for r in old)
+        until = begun + policy.join_timeout
+        if now < until:
+            waited = f"{now - begun:.1f} s of {policy.join_timeout:g} s"
+            return Wait(
+                reason=f"waiting for {_names(missing)} of epoch {epoch_id(view)} to stop, {waited}",
+                until=until,
+            )
+
+    chosen = _admit(candidates, old, policy)  # rule 5
+    if len(chosen) < policy.min_replicas:  # rule 3
+        return Wait(reason=f"{len(chosen)} of at least {policy.min_replicas} replica groups are ready")
+    if not old:
+        wait = _wait_to_replace(view, seats, policy, now) or _wait_to_gather(view, chosen, policy, now)
+        if wait is not None:
+            return wait
+    return _proposal(view, candidates, chosen, old)
+
+
+def _admit(candidates: Mapping[str, Ticket], old: list[str], policy: Policy) -> list[str]:
+    """Choose the members of the next epoch: those of the current one first, spares are left out."""
+    shrink = any(t.shrink_only for t in candidates.values())
+    newcomers = [] if shrink else sorted(set(candidates) - set(old))
+    limit = policy.max_replicas or len(candidates)
+    return sorted([*old, *newcomers][:limit])
+
+
+def _wait_to_replace(view: View, seats: tuple[Seat, ...], policy: Policy, now: float) -> Wait | None:
+    """Rule 4: none of the current epoch's members is a candidate; may they be replaced?"""
+    unproven = [s for s in seats if obituary(view, s) is None and not _has_left(view, s)]
+    if not unproven:
+        return None
+    alive = [s.replica_id for s in unproven if is_live(view, s)]
+    if alive:
+        return Wait(
+            reason=f"epoch {epoch_id(view)} is held by {_names(alive)}, who did not ask for a new one"
+        )
+    since = max(view.gone_since.get(s.replica_id, now) for s in unproven)
+    until = since + policy.takeover_after
+    if now >= until:
+        return None
+    names = _names([s.replica_id for s in unproven])
+    return Wait(
+        reason=f"{names} of epoch {epoch_id(view)} disappeared without proof of death; "
+        f"taking over in {until - now:.1f} s",
+        until=until,
+    )
+
+
+def _has_left(view: View, seat: Seat) -> bool:
+    ticket = standing_ticket(view, seat.replica_id)
+    return ticket is not None and ticket.leaving and ticket.incarnation == seat.incarnation
+
+
+def _wait_to_gather(view: View, chosen: list[str], policy: Policy, now: float) -> Wait | None:
+    """Give replica groups that start together the time to be in the first epoch together."""
+    seen = sorted(view.tickets_seen.get(r, now) for r in chosen)
+    until = seen[max(policy.min_replicas, 1) - 1] + policy.gather_window
+    late = [r for r in view.members if r not in view.tickets]
+    full = policy.max_replicas and len(chosen) >= policy.max_replicas
+    if now >= until or full:
+        return None
+    more = f"; {_names(late)} may still ask" if late else ""
+    return Wait(reason=f"gathering replica groups for {policy.gather_window:g} s{more}", until=until)
+
+
+def _proposal(view: View, candidates: Mapping[str, Ticket], chosen: list[str], old: list[str]) -> Propose:
+    seats = tuple(Seat(r, candidates[r].incarnation, candidates[r].version) for r in chosen)
+    # Rule 6. A ticket also tells the newest epoch that its holder has heard of.
+    floor = max(max(t.version.epoch, t.epoch - 1) for t in candidates.values())
+    before = set() if view.epoch is None else {s.replica_id for s in view.epoch.seats}
+    joined = [r for r in chosen if r not in old]
+    lost = sorted(before - set(chosen))
+    parts = [f"joined: {_names(joined)}"] if joined else []
+    parts += [f"without: {_names(lost)}"] if lost else []
+    reason = "; ".join(parts) or "same members again"
+    return Propose(id=max(epoch_id(view), floor) + 1, seats=seats, reason=reason)
+
+
+def _names(replica_ids: list[str]) -> str:
+    """Join a few names, and say how many more there are."""
+    shown = sorted(replica_ids)[:4]
+    more = len(replica_ids) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,0 +1,99 @@
+"""Remember what the watches have shown, since when, and what has been asked for.
+
+Pure: the machine's memory, without its decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from ftkit.core import events as ev
+from ftkit.core.model import Abort, Control, Departed, Epoch, Record, Ticket
+from ftkit.core.quorum import View, is_live, standing_ticket
+
+RETRY_S = 0.5
+"""An effect that no event has confirmed is repeated after this time."""
+
+
+@dataclass
+class Seen:
+    """The job's keys as the watches have shown them, and since when."""
+
+    members: dict[str, Record] = field(default_factory=dict)
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+    departed: dict[str, Departed] = field(default_factory=dict)
+    control: dict[str, Control] = field(default_factory=dict)
+    epoch: Epoch | None = None
+    epoch_revision: int = 0
+    abort: Abort | None = None
+    listed: set[str] = field(default_factory=set)
+    tickets_seen: dict[str, float] = field(default_factory=dict)
+    gone_since: dict[str, float] = field(default_factory=dict)
+
+    def absorb(self, event: ev.Listed | ev.Changed, now: float) -> None:
+        """Take a listing or a change over."""
+        if isinstance(event, ev.Listed):
+            self.listed.add(event.section)
+            if event.section == "epoch":
+                self.epoch = cast("Epoch | None", event.items.get(""))
+                self.epoch_revision = event.revisions.get("", 0)
+            elif event.section == "abort":
+                self.abort = cast("Abort | None", event.items.get(""))
+            else:
+                table = self._table(event.section)
+                table.clear()
+                table.update(event.items)
+        elif event.section == "epoch":
+            self.epoch = cast("Epoch | None", event.value)
+            self.epoch_revision = event.revision if event.value is not None else 0
+        elif event.section == "abort":
+            self.abort = cast("Abort | None", event.value)
+        elif event.value is None:
+            self._table(event.section).pop(event.name, None)
+        else:
+            self._table(event.section)[event.name] = event.value
+        self._date(now)
+
+    def _table(self, section: str) -> dict[str, object]:
+        return cast("dict[str, object]", getattr(self, section))
+
+    def _date(self, now: float) -> None:
+        """Note since when each ticket stands and each seat of the epoch is empty."""
+        view = self.view()
+        standing = {r for r in self.tickets if standing_ticket(view, r) is not None}
+        self.tickets_seen = {r: self.tickets_seen.get(r, now) for r in standing}
+        seats = () if self.epoch is None else self.epoch.seats
+        gone = {s.replica_id for s in seats if not is_live(view, s)}
+        self.gone_since = {r: self.gone_since.get(r, now) for r in gone}
+
+    def view(self) -> View:
+        """Snapshot for the pure functions; shares the tables, does not copy them."""
+        return View(
+            members=self.members,
+            tickets=self.tickets,
+            departed=self.departed,
+            epoch=self.epoch,
+            tickets_seen=self.tickets_seen,
+            gone_since=self.gone_since,
+        )
+
+
+class Repeater:
+    """Emit an effect when it is new, and again each RETRY_S for as long as it is still wanted."""
+
+    def __init__(self) -> None:
+        """Start with nothing emitted."""
+        self._last: dict[str, tuple[object, float]] = {}
+
+    def due(self, slot: str, effect: object, now: float, *, again: float | None = RETRY_S) -> bool:
+        """Say whether `effect` is to be emitted now; `again=None` means only once."""
+        last = self._last.get(slot)
+        if last is not None and last[0] == effect and (again is None or now < last[1] + again):
+            return False
+        self._last[slot] = (effect, now)
+        return True
+
+    def clear(self, slot: str) -> None:
+        """Forget what was emitted, so that the next one goes out at once."""
+        self._last.pop(slot, None)
