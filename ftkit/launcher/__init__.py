@@ -1,0 +1,1 @@
+"""Run replica groups as local processes: start, restart, drain, end; none is left behind."""
