@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ftkit.config_values import read_name
 from ftkit.errors import ConfigError
 from ftkit.launcher.restart import RestartPolicy
 
@@ -57,6 +58,10 @@ class LaunchSpec:
             raise ConfigError(f"the grace period must not be negative, got {self.grace_s:g} s")
         if self.min_replicas is not None and self.min_replicas < 1:
             raise ConfigError(f"--min-replicas must be at least 1, got {self.min_replicas}")
+        try:
+            read_name(self.prefix)
+        except ValueError as error:
+            raise ConfigError(f"--prefix {self.prefix!r} {error}") from None
         if self.first_index < 0 or self.devices_per_group < 0:
             raise ConfigError("--first-index and --devices-per-group must not be negative")
 
