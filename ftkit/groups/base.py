@@ -1,0 +1,301 @@
+"""A process group that can be torn down at any moment and formed anew with other members.
+
+Decides who may use which session (one underlying torch group, good for one epoch) and when: `configure`
+builds one within a deadline or gives up at once when told to; `abort` ends it and returns only when
+nothing can write into the tensors any more. How a session is built and ended is the subclass's affair.
+Knows nothing of epochs, votes or etcd.
+
+A collective never raises for the state of the group: it returns a Work whose `wait()` raises `Aborted`
+after `abort()`, and `GroupError` after any other failure, or when the group was never configured. The
+futures of `get_future()` fail with RuntimeError (torch's own) or with these.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import ReduceOp, Work
+
+from ftkit.errors import Aborted, ConfigError, GroupError
+from ftkit.groups import sockets
+from ftkit.groups.rendezvous import Attempt
+from ftkit.groups.session import Session
+from ftkit.groups.store import leak, split_address
+from ftkit.groups.work import FailedWork, GroupWork
+
+log = logging.getLogger(__name__)
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+_DRAIN_S = 30.0
+"""How long `abort` waits for pending operations; they end in milliseconds unless something is badly wrong."""
+
+
+class ProcessGroup(ABC):
+    """A process group whose members change; `timeout_s` is how long one collective may take.
+
+    One thread configures and launches collectives at a time; `abort`, `errored` and `close` may be called
+    from any thread at any moment. `prefix` must be new for each rendezvous: an epoch's id, say.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        if timeout_s <= 0:
+            raise ConfigError(f"the timeout of a process group must be positive, not {timeout_s:g} s")
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._configuring = threading.Lock()
+        self._session: Session | None = None
+        self._attempt: Attempt | None = None
+        self._leftovers: list[Session] = []
+        self._absent: GroupError = GroupError("the process group is not configured; call configure() first")
+        self._closed = False
+
+    @abstractmethod
+    def _build(self, attempt: Attempt) -> Session:
+        """Meet the peers and make a session; runs on the attempt's own thread."""
+
+    def configure(self, store: str, prefix: str, rank: int, size: int, *, timeout_s: float) -> None:
+        """Form the group of `size` ranks that meet at `store` (host:port) under `prefix`.
+
+        Raises GroupError, which says who failed, within `timeout_s`; Aborted at once when `abort()` is
+        called meanwhile. A group that is configured already is aborted first.
+        """
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank {rank} does not fit a group of {size}")
+        split_address(store)
+        with self._configuring:
+            self._end_session("the process group is being configured anew")
+            leftovers, self._leftovers = self._leftovers, []
+            attempt = Attempt(self._build, store, prefix, rank, size, timeout_s, leftovers)
+            with self._lock:
+                if self._closed:
+                    raise GroupError("the process group is closed")
+                self._attempt = attempt
+            sockets.hidden.add(attempt, attempt.fds, self._forget_in_child)
+            try:
+                self._await(attempt)
+            finally:
+                sockets.hidden.remove(attempt)
+                with self._lock:
+                    self._attempt = None
+                    session, attempt.session = attempt.session, None
+                    if session is not None and attempt.given_up is None:
+                        sockets.hidden.add(session, session.fds, self._forget_in_child)
+                        self._session, session = session, None
+                if session is not None:
+                    session.drain(0.0)
+                    self._leftovers.append(session)
+            if attempt.given_up is not None:
+                raise Aborted(attempt.given_up)
+
+    def _await(self, attempt: Attempt) -> None:
+        attempt.thread.start()
+        if not attempt.done.wait(attempt.left_s()) and attempt.given_up is None:
+            error = GroupError(
+                f"rendezvous {attempt.prefix!r} of rank {attempt.rank} of {attempt.size} failed within"
+                f" {attempt.timeout_s:g} s: {attempt.phase}"
+            )
+            attempt.give_up(str(error))
+            raise error
+        if attempt.given_up is not None:
+            raise Aborted(attempt.given_up)
+        if attempt.error is not None:
+            if isinstance(attempt.error, RuntimeError):
+                raise GroupError(
+                    f"rendezvous {attempt.prefix!r} of rank {attempt.rank} of {attempt.size} failed:"
+                    f" {attempt.phase} ({attempt.error})"
+                ) from attempt.error
+            raise attempt.error
+
+    def abort(self, why: str = "") -> None:
+        """Make every pending collective and a running `configure` fail at once; from any thread, idempotent.
+
+        Returns when the pending operations have ended. Afterwards `configure` may be called again.
+        """
+        reason = why or "the process group was aborted"
+        with self._lock:
+            attempt = self._attempt
+            if attempt is not None and attempt.given_up is None:
+                attempt.given_up = reason
+        if attempt is not None:
+            attempt.give_up(reason)
+        self._end_session(reason)
+
+    def _end_session(self, reason: str) -> None:
+        with self._lock:
+            session = self._session
+            if session is not None:
+                session.aborted = session.aborted or reason
+                self._absent = Aborted(reason)
+        if session is None:
+            return
+        # Two threads may abort at once: both wait for the end, one puts the session away.
+        if not session.drain(_DRAIN_S):
+            log.error("operations of %s were still pending %.0f s after its abort", self, _DRAIN_S)
+        sockets.hidden.remove(session)
+        with self._lock:
+            if self._session is session:
+                self._session = None
+                self._leftovers.append(session)
+
+    def close(self) -> None:
+        """Abort, free everything, and refuse to be configured again; idempotent."""
+        with self._lock:
+            self._closed = True
+        self.abort("the process group is closed")
+        with self._lock:
+            leftovers, self._leftovers = self._leftovers, []
+        for session in leftovers:
+            if session.link is not None:
+                session.link.cut()
+
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        session = self._session
+        place = "not configured" if session is None else f"rank {session.rank} of {session.size}"
+        return f"<{type(self).__name__} {place}>"
+
+    @property
+    def configured(self) -> bool:
+        """Say whether there is a group that has not been aborted."""
+        session = self._session
+        return session is not None and session.aborted is None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the current group; GroupError when there is none."""
+        return self._current().rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the current group; GroupError when there is none."""
+        return self._current().size
+
+    @property
+    def raw(self) -> dist.ProcessGroup | None:
+        """The current torch group, None when aborted or never configured.
+
+        `abort` makes what was launched on it directly fail too, but waits only for what was launched here.
+        """
+        session = self._session
+        return None if session is None or session.aborted is not None else session.process_group()
+
+    def errored(self) -> Exception | None:
+        """Return why the current group is of no use any more, None while all is well."""
+        session = self._session
+        if session is None:
+            return self._absent
+        if session.aborted is not None:
+            return Aborted(session.aborted)
+        session.prune()
+        return session.error
+
+    def _current(self) -> Session:
+        session = self._session
+        if session is None or session.aborted is not None:
+            raise self._absent
+        return session
+
+    def _forget_in_child(self) -> None:
+        # In a forked child: torch's objects must never be destroyed there, and locks may be held.
+        leak((self._session, self._attempt, list(self._leftovers)))
+        self._lock = threading.Lock()
+        self._configuring = threading.Lock()
+        self._session, self._attempt, self._leftovers = None, None, []
+        self._absent = GroupError("the process group belongs to the parent process; configure() one here")
+
+    def _launch(self, start: Callable[[Any], Work], *, tracked: bool = True) -> Work:
+        with self._lock:
+            session = self._session
+            if session is None:
+                return FailedWork(self._absent)
+            if session.aborted is not None:
+                return FailedWork(Aborted(session.aborted))
+            session.prune()
+            if session.error is not None:
+                return FailedWork(session.error)
+            try:
+                inner = start(session.backend)
+            except RuntimeError as error:
+                return FailedWork(session.failed(str(error), error))
+            if tracked:
+                session.pending.append(inner)
+        return GroupWork(inner, session.failed)
+
+    def allreduce(self, tensors: Tensors, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Work:
+        """Reduce each tensor over all ranks, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        many = _many(tensors)
+        return self._launch(lambda backend: backend.allreduce(many, options))
+
+    def allgather(self, outputs: Sequence[Any], inputs: Tensors) -> Work:
+        """Gather each rank's input into `outputs`: a list of tensors, or a list of them per input."""
+        lists = [list(outputs)] if outputs and isinstance(outputs[0], torch.Tensor) else list(outputs)
+        many = _many(inputs)
+        return self._launch(lambda backend: backend.allgather(lists, many, AllgatherOptions()))
+
+    def allgather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Gather each rank's input into one tensor, in rank order."""
+        options = AllgatherOptions()
+        return self._launch(lambda backend: backend._allgather_base(output, input, options))
+
+    def broadcast(self, tensors: Tensors, root: int = 0) -> Work:
+        """Copy the tensors of rank `root` to all ranks."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        many = _many(tensors)
+        return self._launch(lambda backend: backend.broadcast(many, options))
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp.RedOpType = ReduceOp.SUM
+    ) -> Work:
+        """Reduce `inputs` (one per rank) over all ranks and keep the one of this rank in `output`."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        many = list(inputs)
+        return self._launch(lambda backend: backend.reduce_scatter([output], [many], options))
+
+    def reduce_scatter_tensor(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
+    ) -> Work:
+        """Reduce `input` over all ranks and keep this rank's equal part of it in `output`."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        return self._launch(lambda backend: backend._reduce_scatter_base(output, input, options))
+
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Work:
+        """Send `inputs[r]` to each rank r and receive `outputs[r]` from it."""
+        outs, ins = list(outputs), list(inputs)
+        return self._launch(lambda backend: backend.alltoall(outs, ins, dist.AllToAllOptions()))
+
+    def barrier(self) -> Work:
+        """End when all ranks have come here."""
+        return self._launch(lambda backend: backend.barrier(dist.BarrierOptions()))
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
+        """Send a tensor to rank `dst`."""
+        many = _many(tensors)
+        return self._launch(lambda backend: backend.send(many, dst, tag), tracked=False)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
+        """Receive a tensor from rank `src`, in place."""
+        many = _many(tensors)
+        return self._launch(lambda backend: backend.recv(many, src, tag), tracked=False)
+
+
+def _many(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

@@ -1,0 +1,182 @@
+"""Process groups over gloo (CPU tensors), with the abort that gloo lacks.
+
+When a peer dies, gloo tells only its neighbours in the ring, and `ProcessGroupGloo.abort()` does nothing.
+But an operation ends at once when its connection does. So each configure makes a gloo device of its own
+and notes the epoll instance that drives it; abort shuts down every connection which that instance watches.
+torch's experimental reconfigure (2.14) is no better here: its abort leaves operations pending as well.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from ftkit.errors import ConfigError, GroupError
+from ftkit.groups import sockets
+from ftkit.groups.base import ProcessGroup
+from ftkit.groups.rendezvous import Attempt
+from ftkit.groups.session import Session
+from ftkit.groups.sockets import Descriptor
+
+_device_lock = threading.Lock()
+
+
+class _Device:
+    """A gloo device, and where to find the sockets that it drives."""
+
+    def __init__(self, torch_device: Any, poller: int, listener: Descriptor | None) -> None:
+        self.torch_device = torch_device
+        self._poller = poller
+        self._listener = listener
+
+    def connections(self) -> list[Descriptor]:
+        """Return the connections to the peers that are open now."""
+        found = sockets.targets(self._poller) if self._listener is not None else []
+        if self._listener not in found:  # not ours (any more)
+            return []
+        return [d for d in found if d != self._listener and sockets.is_socket(d)]
+
+    def cut(self) -> bool:
+        """Shut all connections down; say whether there were none left."""
+        found = self.connections()
+        for descriptor in found:
+            sockets.cut(descriptor)
+        return not found
+
+    def fds(self) -> list[int]:
+        """Return the descriptors that a forked child must let go of."""
+        if self._listener is None:
+            return []
+        # The epoll instance too: the child shares it, and could take our sockets off its list.
+        return [self._poller, self._listener.fd, *(d.fd for d in self.connections())]
+
+    def hang_up_on_ourselves(self, size: int) -> None:
+        """End gloo's wait for a peer that is to connect to us: play the peer, then close.
+
+        A peer introduces itself with the number of the pair that it wants, counted from 0.
+        """
+        sock = None if self._listener is None else sockets.borrow(self._listener)
+        if sock is None:
+            return
+        with sock:
+            address = sock.getsockname()
+            family = sock.family
+        for number in range(size):
+            with socket.socket(family, socket.SOCK_STREAM) as caller:
+                caller.settimeout(0.05)
+                try:
+                    caller.connect(address)
+                    caller.sendall(struct.pack("=q", number))
+                except OSError:
+                    return
+
+
+def _make_device(hostname: str, interface: str) -> _Device:
+    """Make a gloo device and find its epoll instance: the one that watches a new listening socket.
+
+    Should another thread begin to listen in the same instant, two would fit: then try again.
+    """
+    for _ in range(10):
+        with _device_lock:
+            before = sockets.socket_inodes() if sockets.supported() else set()
+            torch_device = _create(hostname, interface)
+            if not sockets.supported():
+                return _Device(torch_device, -1, None)
+            found = [
+                (poller, target)
+                for poller in sockets.pollers()
+                for target in sockets.targets(poller)
+                if target.inode not in before and sockets.is_listening(target)
+            ]
+        if len(found) == 1:
+            sockets.close_on_exec([found[0][1]])
+            return _Device(torch_device, *found[0])
+    raise GroupError("cannot tell gloo's sockets from those of other threads, which keep opening new ones")
+
+
+def _create(hostname: str, interface: str) -> Any:
+    chosen = {"interface": interface} if interface else {"hostname": hostname}
+    try:
+        # Lazy connections would be made in the middle of a step.
+        return dist.ProcessGroupGloo.create_device(**chosen, lazy_init=False)
+    except TypeError:  # torch before 2.8 connects eagerly always
+        return dist.ProcessGroupGloo.create_device(**chosen)
+
+
+class _GlooSession(Session):
+    store_is_spent = True
+
+    def __init__(self, backend: Any, store: Any, device: _Device, attempt: Attempt) -> None:
+        super().__init__(backend, attempt.rank, attempt.size)
+        self.link = attempt.link
+        self._store = store
+        self._device = device
+        self._clear = False
+
+    def sever(self) -> None:
+        self._clear = self._device.cut()
+
+    def is_severed(self) -> bool:
+        return self._clear
+
+    def fds(self) -> list[int]:
+        return self._device.fds() + ([] if self.link is None else self.link.fds())
+
+    def process_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            kind = dist.ProcessGroup.BackendType.GLOO
+            group = dist.ProcessGroup(self._store, self.rank, self.size)
+            group._set_default_backend(kind)
+            for device in ("cpu", "cuda"):
+                group._register_backend(torch.device(device), kind, self.backend)
+            self._group = group
+        return self._group
+
+
+class ProcessGroupGloo(ProcessGroup):
+    """A reconfigurable gloo group.
+
+    `interface` (a network interface) or `hostname` say where to listen for the peers; by default at the
+    address from which the rendezvous store is reached, which is the loopback when the store is there.
+    """
+
+    def __init__(self, *, timeout_s: float, hostname: str = "", interface: str = "") -> None:
+        super().__init__(timeout_s=timeout_s)
+        if hostname and interface:
+            raise ConfigError("give a process group a hostname or an interface, not both")
+        if not dist.is_gloo_available():
+            raise ConfigError("this build of torch has no gloo")
+        self._hostname = hostname
+        self._interface = interface
+
+    def _build(self, attempt: Attempt) -> Session:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        if attempt.size == 1:
+            device = _Device(_create(self._hostname or "127.0.0.1", self._interface), -1, None)
+            store: Any = HashStore()
+        else:
+            client = attempt.meet()
+            device = _make_device(self._hostname or attempt.link.local_host, self._interface)
+            attempt.part_fds = device.fds
+            attempt.cut_parts = lambda: _cut_unfinished(device, attempt.size)
+            if attempt.given_up is not None:
+                raise GroupError(attempt.given_up)
+            store = PrefixStore(f"{attempt.prefix}/gloo", client)
+        options._devices = [device.torch_device]
+        backend = gloo(store, attempt.rank, attempt.size, options)
+        sockets.close_on_exec(device.connections())
+        return _GlooSession(backend, store, device, attempt)
+
+
+def _cut_unfinished(device: _Device, size: int) -> None:
+    device.cut()
+    device.hang_up_on_ourselves(size)

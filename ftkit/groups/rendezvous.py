@@ -1,0 +1,135 @@
+"""Meet the peers of an epoch at a store, within a deadline, and give up at once when told to.
+
+Decides when a rendezvous has failed and whom its error names. torch's calls may block for ever inside,
+so each try runs on a thread of its own, which ends as soon as its sockets are cut. What is built once all
+have come is the caller's affair.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from ftkit.errors import GroupError
+from ftkit.groups.session import Session
+from ftkit.groups.store import StoreLink, delete_keys
+
+_GIVE_UP_GRACE_S = 0.05
+"""How long a rendezvous that is given up may take to end before it is left to end by itself."""
+
+
+class Attempt:
+    """One try to meet the peers and build a session, on a thread of its own so that it can be given up."""
+
+    def __init__(
+        self,
+        build: Callable[[Attempt], Session],
+        store: str,
+        prefix: str,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        leftovers: list[Session],
+    ) -> None:
+        self._build = build
+        self._leftovers = leftovers
+        self.prefix = prefix
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self.link = StoreLink(store)
+        self.phase = f"the store at {store} does not answer; its host is dead, frozen or cut off"
+        self.given_up: str | None = None
+        self.session: Session | None = None
+        self.error: Exception | None = None
+        self.cut_parts: Callable[[], None] = lambda: None
+        self.part_fds: Callable[[], list[int]] = list
+        """`_build` says here how to cut, and how to find, what it has made so far."""
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._run, name=f"ftkit-rendezvous-{prefix}", daemon=True)
+
+    def give_up(self, why: str) -> None:
+        """Make the try fail; return when it has ended, or soon anyway (no tensor is involved yet)."""
+        if self.given_up is None:
+            self.given_up = why
+        until = time.monotonic() + _GIVE_UP_GRACE_S
+        while True:
+            self.link.cut()
+            self.cut_parts()
+            if self.done.wait(0.001) or time.monotonic() > until:
+                return
+
+    def fds(self) -> list[int]:
+        """Return the descriptors that a forked child must let go of."""
+        return self.link.fds() + self.part_fds()
+
+    def left_s(self) -> float:
+        """Return the time left, in seconds, never quite zero."""
+        return max(0.001, self.deadline - time.monotonic())
+
+    def meet(self) -> TCPStore:
+        """Connect to the store and wait there until all peers have come."""
+        store = self.link.connect(self.deadline)
+        keys = [f"{self.prefix}/here/{r}" for r in range(self.size)]
+        self.phase = f"the store at {self.link.address} stopped answering while waiting for the peers"
+        store.set(keys[self.rank], "1")
+        # What is kept back is for asking the store who is missing.
+        wait_s = max(0.001, self.left_s() - min(0.25, 0.1 * self.timeout_s))
+        try:
+            store.wait(keys, timedelta(seconds=wait_s))
+        except RuntimeError as error:
+            if self.given_up is not None:
+                raise
+            missing = [r for r in range(self.size) if not store.check([keys[r]])]
+            if not missing:
+                raise GroupError(f"the store at {self.link.address} failed: {error}") from error
+            raise GroupError(
+                f"rendezvous {self.prefix!r} at {self.link.address}: of {self.size} ranks these did not come"
+                f" within {self.timeout_s:g} s: {', '.join(map(str, missing))}"
+            ) from error
+        self.phase = f"all {self.size} ranks came to {self.link.address}, but one broke off while connecting"
+        return store
+
+    def _run(self) -> None:
+        _live_attempts.add(self)
+        try:
+            self.session = self._build(self)
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+        try:
+            for session in self._leftovers:
+                if session.link is not None:
+                    session.link.cut()
+            self._tidy()
+            # The destructors of a torch group take some 10 ms; nobody waits for them here.
+            self._leftovers.clear()
+        finally:
+            _live_attempts.discard(self)
+
+    def _tidy(self) -> None:
+        """Delete the keys of this rendezvous when all have read them: the last one to finish does it."""
+        store = self.link.client
+        if self.session is None or store is None or not self.session.store_is_spent:
+            return
+        with suppress(RuntimeError):  # the store's host is gone, and the keys with it
+            if store.add(f"{self.prefix}/done", 1) == self.size:
+                delete_keys(store, f"{self.prefix}/")
+
+
+_live_attempts: set[Attempt] = set()
+
+
+@atexit.register
+def _join_attempts() -> None:
+    # A thread inside torch while the interpreter is torn down would crash it.
+    for attempt in list(_live_attempts):
+        attempt.thread.join(1.0)

@@ -1,0 +1,204 @@
+"""Find the sockets that one gloo device or one store serves, cut them, and hide them from forked children.
+
+gloo and torch's store drive their sockets with an epoll instance each, and Linux lists what an epoll
+instance watches, with inode numbers, in `/proc/self/fdinfo`. That names exactly the sockets of one group,
+whatever other threads open and close meanwhile. A descriptor number is never trusted alone: it is
+duplicated first, and the duplicate's inode decides. Knows nothing of ranks, epochs or torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+_FD = "/proc/self/fd"
+_SOCKET = "socket:["
+
+
+class Descriptor(NamedTuple):
+    """An open file: the number is where to find it, the inode says that it is still the same one."""
+
+    fd: int
+    inode: int
+
+
+def supported() -> bool:
+    """Say whether this system lists the targets of an epoll instance (Linux does)."""
+    return os.path.isdir(_FD) and os.path.isdir("/proc/self/fdinfo")
+
+
+def socket_inodes() -> set[int]:
+    """Return the inodes of all sockets that this process has open."""
+    return {d.inode for d in open_sockets()}
+
+
+def open_sockets() -> list[Descriptor]:
+    """Return all sockets that this process has open."""
+    found = []
+    for name in os.listdir(_FD):
+        link = _link(name)
+        if link.startswith(_SOCKET):
+            found.append(Descriptor(int(name), int(link[len(_SOCKET) : -1])))
+    return found
+
+
+def pollers() -> list[int]:
+    """Return the numbers of all epoll instances that this process has open."""
+    return [int(name) for name in os.listdir(_FD) if _link(name) == "anon_inode:[eventpoll]"]
+
+
+def targets(poller: int) -> list[Descriptor]:
+    """Return what an epoll instance watches; empty when there is no such instance (any more)."""
+    try:
+        fd = os.open(f"/proc/self/fdinfo/{poller}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    chunks = []
+    try:
+        while chunk := os.read(fd, 1 << 16):
+            chunks.append(chunk)
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
+    found = []
+    for line in b"".join(chunks).splitlines():
+        if not line.startswith(b"tfd:"):
+            continue
+        words = line.split()
+        inode = next((int(w[4:], 16) for w in words if w.startswith(b"ino:")), None)
+        if inode is not None:
+            found.append(Descriptor(int(words[1]), inode))
+    return found
+
+
+def borrow(descriptor: Descriptor) -> socket.socket | None:
+    """Return a socket object on a duplicate of the descriptor, or None when it is gone or not a socket."""
+    try:
+        copy = os.dup(descriptor.fd)
+    except OSError:
+        return None
+    status = os.fstat(copy)
+    if status.st_ino != descriptor.inode or not stat.S_ISSOCK(status.st_mode):
+        os.close(copy)
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
+
+
+def is_socket(descriptor: Descriptor) -> bool:
+    """Say whether this is a socket that is still open."""
+    sock = borrow(descriptor)
+    if sock is None:
+        return False
+    sock.close()
+    return True
+
+
+def is_listening(descriptor: Descriptor) -> bool:
+    """Say whether this is a socket that accepts connections."""
+    sock = borrow(descriptor)
+    if sock is None:
+        return False
+    with sock:
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def remote_end(descriptor: Descriptor) -> tuple[str, int] | None:
+    """Return the address and port that a TCP socket is connected (or connecting) to."""
+    sock = borrow(descriptor)
+    if sock is None:
+        return None
+    with sock:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        try:
+            address, port = sock.getpeername()[:2]
+        except OSError:
+            return None
+    return str(address).removeprefix("::ffff:"), int(port)
+
+
+def cut(descriptor: Descriptor) -> bool:
+    """Shut a connection down in both directions; say whether there was one.
+
+    A socket that accepts connections is left alone: gloo ends the process when its listener fails.
+    """
+    sock = borrow(descriptor)
+    if sock is None:
+        return False
+    with sock:
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        with suppress(OSError):  # not connected yet, or no longer
+            sock.shutdown(socket.SHUT_RDWR)
+    return True
+
+
+def close_on_exec(descriptors: Iterable[Descriptor]) -> None:
+    """Keep these descriptors out of the programs that this process starts.
+
+    Such a program would hold the connections open after our death, and the peers would not see it.
+    """
+    for descriptor in descriptors:
+        with suppress(OSError):
+            if os.fstat(descriptor.fd).st_ino == descriptor.inode:
+                os.set_inheritable(descriptor.fd, False)
+
+
+def _link(name: str) -> str:
+    try:
+        return os.readlink(f"{_FD}/{name}")
+    except OSError:  # closed meanwhile
+        return ""
+
+
+class Hidden:
+    """What forked children must let go of: a child that outlives us would keep our connections open.
+
+    DataLoader workers are such children. Closing does not suffice for the child itself, as torch's
+    objects in it still hold the numbers; each is replaced by `/dev/null`.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[Callable[[], list[int]], Callable[[], None]]] = {}
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._in_child)
+
+    def add(self, owner: object, fds: Callable[[], list[int]], forget: Callable[[], None]) -> None:
+        """From now on children let go of `fds()` when they are born, and then call `forget`."""
+        self._owners[id(owner)] = (fds, forget)
+
+    def remove(self, owner: object) -> None:
+        """Stop hiding what `add` registered for this owner."""
+        self._owners.pop(id(owner), None)
+
+    def _in_child(self) -> None:
+        # Only the thread that forked is left, and any lock may be held by one that is not: take none.
+        owners, self._owners = list(self._owners.values()), {}
+        null = -1
+        for fds, forget in owners:
+            try:
+                for fd in fds():
+                    if null < 0:
+                        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                    os.dup2(null, fd, inheritable=False)
+                forget()
+            except Exception:  # a child without its parent's groups must still be able to run
+                log.exception("a forked child could not let go of its parent's connections")
+        if null >= 0:
+            os.close(null)
+
+
+hidden = Hidden()
+"""The one registry of this process."""
