@@ -1,0 +1,1 @@
+"""Training on top of the manager: averaged gradients, the optimizer's step, exactly-once data."""

@@ -1,0 +1,106 @@
+"""A world of replicas in one process that goes the way a test scripts it.
+
+It plays the manager's part towards data and optimizer: who is a member, who is healed, how the vote ends.
+No tensors travel here; what needs collectives is tested over gloo.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+
+class ScriptedManager:
+    """One replica's view; `World.form` decides about its membership, the test calls `vote`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.rank = -1
+        self.step = 0
+        self.epoch = 0
+        self.weight: float | None = None
+        self.starts = 0
+        self.finished_with: list[BaseException | None] = []
+        self.next_votes: list[bool] = []
+        self._states: dict[str, tuple[Callable[[object], None], Callable[[], object]]] = {}
+        self._on_commit: list[Callable[[], None]] = []
+        self._on_abort: list[Callable[[], None]] = []
+
+    def register_state_dict_fn(
+        self, name: str, load: Callable[[object], None], save: Callable[[], object]
+    ) -> None:
+        self._states[name] = (load, save)
+
+    def on_commit(self, fn: Callable[[], None]) -> None:
+        self._on_commit.append(fn)
+
+    def on_abort(self, fn: Callable[[], None]) -> None:
+        self._on_abort.append(fn)
+
+    def start_step(self) -> None:
+        self.starts += 1
+        self._world.admit(self)
+
+    def num_participants(self) -> int:
+        return len(self._world.members)
+
+    def participating_rank(self) -> int:
+        return self.rank
+
+    def current_step(self) -> int:
+        return self.step
+
+    def set_weight(self, w: float) -> None:
+        self.weight = w
+
+    def should_commit(self) -> bool:
+        committed = self.next_votes.pop(0) if self.next_votes else True
+        if not committed:
+            self.abort()
+        return committed
+
+    def finish_step(self, error: BaseException | None = None) -> None:
+        self.finished_with.append(error)
+        if error is None:
+            self.commit()
+
+    def commit(self) -> None:
+        self.step += 1
+        self.weight = None
+        for fn in self._on_commit:
+            fn()
+
+    def abort(self) -> None:
+        self.weight = None
+        for fn in self._on_abort:
+            fn()
+
+    def heal_from(self, source: ScriptedManager) -> None:
+        for name, (load, _) in self._states.items():
+            load(copy.deepcopy(source._states[name][1]()))
+        self.step = source.step
+
+
+class World:
+    """The members of the current epoch, in rank order."""
+
+    def __init__(self, num_members: int = 0) -> None:
+        self.members: list[ScriptedManager] = []
+        self._epoch = 0
+        self._waiting: set[ScriptedManager] = set()
+        self.form([ScriptedManager(self) for _ in range(num_members)])
+
+    def form(self, members: list[ScriptedManager]) -> None:
+        """Begin an epoch; each member enters it, healed, in its next `start_step`."""
+        self.members = members
+        self._epoch += 1
+        self._waiting = set(members)
+
+    def admit(self, manager: ScriptedManager) -> None:
+        if manager not in self._waiting:
+            return
+        self._waiting.discard(manager)
+        manager.rank, manager.epoch, manager.weight = self.members.index(manager), self._epoch, None
+        source = max(self.members, key=lambda m: m.step)
+        if source.step > manager.step:
+            manager.heal_from(source)
