@@ -1,0 +1,216 @@
+"""docker-compose.yml: read, checked, and run here without containers.
+
+The services' own commands and variables are started as local processes; only addresses and folders differ.
+"""
+
+import ast
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ftkit import config
+from ftkit.config import FIELDS, Settings
+from ftkit.keeper.embedded import find_etcd, free_ports
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+SERVICES = COMPOSE["services"]
+ETCDS = sorted(name for name in SERVICES if name.startswith("etcd-"))
+TRAINERS = sorted(name for name in SERVICES if name.startswith("trainer-"))
+
+SERVICE_KEYS = {
+    *(
+        "build",
+        "command",
+        "depends_on",
+        "entrypoint",
+        "environment",
+        "healthcheck",
+        "image",
+        "init",
+        "profiles",
+    ),
+    *("restart", "shm_size", "stop_grace_period", "volumes"),
+}
+"""The keys of the compose specification that we use; another one is probably a slip of the pen."""
+
+
+def filled_in(text: str) -> str:
+    """Replace ${NAME:-default} as compose does when the variable is not set."""
+    return re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda m: m.group(1) or "", text).replace("$$", "$")
+
+
+def environment(name: str) -> dict[str, str]:
+    return {key: filled_in(value) for key, value in SERVICES[name].get("environment", {}).items()}
+
+
+def command(name: str) -> list[str]:
+    words = SERVICES[name]["command"]
+    return [filled_in(word) for word in (shlex.split(words) if isinstance(words, str) else words)]
+
+
+def test_there_are_three_of_each():
+    assert ETCDS == ["etcd-1", "etcd-2", "etcd-3"]
+    assert TRAINERS == ["trainer-0", "trainer-1", "trainer-2"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_what_compose_understands(name):
+    service = SERVICES[name]
+    assert set(service) <= SERVICE_KEYS
+    assert "image" in service or "build" in service
+    assert service.get("restart", "no") in {"no", "always", "on-failure", "unless-stopped"}
+    for value in service.get("environment", {}).values():
+        assert isinstance(value, str), "compose takes numbers and truth values differently; quote them"
+    for other, how in service.get("depends_on", {}).items():
+        assert how == {"condition": "service_healthy"}
+        assert "healthcheck" in SERVICES[other]
+    for volume in service.get("volumes", []):
+        assert volume.partition(":")[0] in COMPOSE["volumes"]
+
+
+@pytest.mark.parametrize("name", ETCDS)
+def test_each_etcd_keeps_its_data_in_a_volume_of_its_own(name):
+    flags = dict(word.split("=", 1) for word in command(name)[1:])
+    assert SERVICES[name]["volumes"] == [f"{name}:{flags['--data-dir']}"]
+    assert flags["--name"] == name
+    assert flags["--advertise-client-urls"] == f"http://{name}:2379"
+    assert flags["--initial-cluster"] == ",".join(f"{n}=http://{n}:2380" for n in ETCDS)
+
+
+def test_etcd_is_of_a_release_without_known_loss_of_data():
+    """3.5.0 to 3.5.2 were withdrawn by their makers."""
+    images = {SERVICES[name]["image"] for name in ETCDS}
+    assert len(images) == 1
+    assert re.fullmatch(r"quay\.io/coreos/etcd:v3\.6\.\d+", images.pop())
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, "ftkit"])
+def test_the_variables_are_settings_and_fit_together(name, monkeypatch):
+    variables = environment(name)
+    known = {variable for field in FIELDS for variable in field.variables}
+    assert {key for key in variables if key.startswith("FTKIT_")} <= known
+    monkeypatch.setattr(config.values, "_local_address", lambda host, port: "172.18.0.7")
+    settings = Settings.resolve(variables)
+    assert settings.etcd == tuple(f"http://{n}:2379" for n in ETCDS)
+    assert settings.token is None
+    assert settings.bind == settings.advertise == "172.18.0.7", "a member must not hide on loopback"
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_trainer_has_its_name_and_time_to_leave(name):
+    service = SERVICES[name]
+    assert environment(name)["FTKIT_REPLICA_ID"] == name
+    assert service["restart"] == "on-failure"
+    assert service["init"] is True
+    assert int(service["stop_grace_period"].removesuffix("s")) >= 30
+    assert set(service["depends_on"]) == set(ETCDS)
+
+
+def test_only_up_to_date_commands_are_offered():
+    tool = SERVICES["ftkit"]
+    assert tool["profiles"] == ["tools"]
+    assert "profiles" not in SERVICES["trainer-0"]
+
+
+def test_the_image_is_built_from_files_that_exist_and_are_sent():
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    for line in re.findall(r"^COPY (.+)$", dockerfile, flags=re.M):
+        for name in line.split()[:-1]:
+            assert (ROOT / name).exists(), name
+            assert f"!{name}" in ignore, name
+
+
+def test_the_image_installs_first_what_the_package_needs():
+    """Or a change of the source would download torch again."""
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    listed = set(re.search(r"^ +(torch .+)$", dockerfile, flags=re.M).group(1).split())
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lists = [re.search(rf"^{key} = (\[.*?\])", project, re.M | re.S) for key in ("dependencies", "examples")]
+    needed = [item for found in lists for item in ast.literal_eval(found.group(1))]
+    assert {re.split(r"[>=<; ]", item)[0] for item in needed} == listed
+
+
+class Here:
+    """The services' processes on this machine: who has which address, and all of them ended at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        ports = iter(free_ports(2 * len(ETCDS)))
+        self.addresses = {f"{n}:{port}": f"127.0.0.1:{next(ports)}" for n in ETCDS for port in (2379, 2380)}
+
+    def place(self, name: str, text: str) -> str:
+        """Replace the addresses and folders of containers in one word."""
+        for port in (2379, 2380):
+            for anyone in ("0.0.0.0", "127.0.0.1"):
+                text = text.replace(f"{anyone}:{port}", self.addresses.get(f"{name}:{port}", ""))
+        for there, here in self.addresses.items():
+            text = text.replace(there, here)
+        return text.replace("/var/lib/etcd", str(self.folder / name))
+
+    def start(self, name: str, *more: str) -> None:
+        words = [self.place(name, word) for word in command(name)] + list(more)
+        programs = {"/usr/local/bin/etcd": str(find_etcd()), "python": sys.executable}
+        variables = {key: self.place(name, value) for key, value in environment(name).items()}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("FTKIT_", "ETCDCTL_"))}
+        with self.log(name).open("ab") as output:
+            self.processes[name] = subprocess.Popen(
+                [programs[words[0]], *words[1:]],
+                env={**kept, **variables},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def healthy(self, name: str) -> bool:
+        program, *words = SERVICES[name]["healthcheck"]["test"][1:]
+        assert program == "/usr/local/bin/etcdctl"
+        etcdctl = find_etcd().with_name("etcdctl")
+        words = [self.place(name, word) for word in words]
+        return subprocess.run([etcdctl, *words], capture_output=True, check=False, timeout=30).returncode == 0
+
+    def wait_healthy(self, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not all(self.healthy(name) for name in ETCDS):
+            assert time.monotonic() < deadline, self.log("etcd-1").read_text()[-2000:]
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        for process in reversed(self.processes.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def here(tmp_path):
+    services = Here(tmp_path)
+    try:
+        yield services
+    finally:
+        services.stop()
+
+
+def test_the_three_etcds_form_a_cluster_and_their_health_check_sees_it(here):
+    for name in ETCDS[:1]:
+        here.start(name)
+    assert not here.healthy("etcd-1"), "one of three has no leader"
+    for name in ETCDS[1:]:
+        here.start(name)
+    here.wait_healthy()
