@@ -281,6 +281,17 @@ def child_environment(**settings: object) -> dict[str, str]:
     return {**os.environ, **_as_variables(settings)}
 
 
+def agent_store() -> bool:
+    """Say whether torchrun's agent already serves a store at `master_addr` and `master_port`."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+
+
+def restart_count() -> int:
+    """Return how often torchrun has restarted this replica group; 0 without torchrun."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(text) if text.isdecimal() else 0
+
+
 def settings_table() -> str:
     """Return the README's table of settings, in markdown."""
     lines = ["| setting | variable | default | meaning |", "| --- | --- | --- | --- |"]

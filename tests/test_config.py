@@ -274,6 +274,15 @@ def test_torchrun_says_what_the_replica_group_is():
     assert (settings.master_addr, settings.master_port) == ("node-0", 29500)
 
 
+def test_torchrun_says_whether_it_serves_a_store_and_how_often_it_has_restarted(monkeypatch):
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert (config.agent_store(), config.restart_count()) == (False, 0)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert (config.agent_store(), config.restart_count()) == (True, 3)
+
+
 def test_a_group_on_several_machines_needs_a_name():
     """Its ranks would otherwise each take their own hostname."""
     environ = {
