@@ -10,7 +10,7 @@ WORKDIR /app
 # What is large and changes seldom comes first. The index's own build of the pinned release (2.x.y+cpu) is preferred.
 COPY constraints.txt ./
 RUN pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" \
-    torch numpy etcd3 msgspec safetensors tenacity xxhash rich matplotlib
+    torch numpy etcd3 grpcio msgspec protobuf safetensors tenacity xxhash rich matplotlib
 
 COPY pyproject.toml README.md LICENSE ./
 COPY ftkit ftkit

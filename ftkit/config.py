@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import logging
 import os
 import socket
 from collections.abc import Iterable, Mapping
@@ -17,6 +19,8 @@ from ftkit import config_values as values
 from ftkit.config_values import Reader
 from ftkit.core.model import Policy
 from ftkit.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = f"127.0.0.1:{values.DEFAULT_PORT}"
 EMBEDDED = values.EMBEDDED
@@ -176,6 +180,7 @@ class Settings:
         environ = os.environ if environ is None else environ
         known = {field.name: field for field in FIELDS}
         problems = [values.unknown(name, known) for name in explicit if name not in known]
+        _warn_of_misspelled(environ)
         found: dict[str, Any] = {}
         origin: dict[str, str] = {}
         for field in FIELDS:
@@ -310,6 +315,15 @@ def _lookup(field: Field, explicit: Mapping[str, object], environ: Mapping[str, 
         if text:
             return text, variable
     return None, ""
+
+
+def _warn_of_misspelled(environ: Mapping[str, str]) -> None:
+    """Say that a variable looks like a setting but is none; not an error, since it may be somebody else's."""
+    known = [field.variables[0] for field in FIELDS]
+    for name in environ:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85) if name.startswith("FTKIT_") else []
+        if close and name not in known:
+            logger.warning("there is no setting %s; did you mean %s?", name, close[0])
 
 
 def _derive(found: dict[str, Any]) -> None:

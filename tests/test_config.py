@@ -340,6 +340,14 @@ def test_a_replaced_setting_is_checked_again():
         settings.replace(outage_grace=100)
 
 
+def test_a_misspelled_variable_is_told_and_others_are_left_alone(caplog):
+    """FTKIT_MIN_REPLICA would otherwise be ignored in silence."""
+    resolve({"FTKIT_MIN_REPLICA": "2", "FTKIT_LAUNCH_RUN": "x", "FTKIT_DEBUG": "1", "FTKIT_JOB": "j"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "there is no setting FTKIT_MIN_REPLICA; did you mean FTKIT_MIN_REPLICAS?"
+    ]
+
+
 def test_settings_cannot_be_changed_in_place():
     with pytest.raises(dataclasses.FrozenInstanceError):
         resolve().job = "other"
