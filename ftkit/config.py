@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ftkit import config_values as values
+from ftkit.config_checks import clashes
 from ftkit.config_values import Reader
 from ftkit.core.model import Policy
 from ftkit.errors import ConfigError
@@ -197,7 +198,7 @@ class Settings:
         found["etcd_user"] = values.add_password(found["etcd_user"], environ.get("ETCDCTL_PASSWORD"))
         if not problems:  # what could not be read makes no sense to compare
             _derive(found)
-            problems = _clashes(found, origin, environ)
+            problems = clashes(found, origin, environ)
         if problems:
             raise ConfigError(_sentence(problems))
         return cls(**found)
@@ -350,67 +351,6 @@ def _derive(found: dict[str, Any]) -> None:
         unset("bind", address)
         unset("advertise", address)
     unset("advertise", found["bind"])
-
-
-def _clashes(found: Mapping[str, Any], origin: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """Return what contradicts each other, each with the names of the two and what to do."""
-
-    def show(name: str) -> str:
-        source = origin[name]
-        text = values.write(found[name])
-        return f"{name} ({text}{', from ' + source if source not in ('', name) else ''})"
-
-    problems = [
-        f"{show(low)} must be {'less than' if strict else 'at most'} {show(high)}: {why}; "
-        f"lower {low} or raise {high}"
-        for low, high, strict, why in _ORDERED
-        if (found[low] >= found[high] if strict else found[low] > found[high])
-    ]
-    if 0 < found["max_replicas"] < found["min_replicas"]:
-        problems.append(
-            f"{show('max_replicas')} is below {show('min_replicas')}: no step could commit; "
-            "raise max_replicas, or set it to 0 for no limit"
-        )
-    if found["group_rank"] >= found["group_world_size"]:
-        problems.append(
-            f"{show('group_rank')} must be below {show('group_world_size')}: "
-            "start with torchrun, or give both RANK and WORLD_SIZE"
-        )
-    if found["group_world_size"] > 1:
-        problems += _group_problems(found, origin, environ)
-    return problems + values.etcd_problems(found) + values.address_problems(found)
-
-
-def _group_problems(
-    found: Mapping[str, Any], origin: Mapping[str, str], environ: Mapping[str, str]
-) -> list[str]:
-    """Return what a replica group of several ranks lacks."""
-    size = f"group_world_size is {found['group_world_size']}"
-    problems = []
-    if not origin["group_rank"]:
-        problems.append(f"{size} but group_rank is not given: start with torchrun, or set RANK")
-    for name in ("master_addr", "master_port"):
-        if found[name] is None:
-            problems.append(f"{size} but {name} is not given: start with torchrun, or set {name.upper()}")
-    local = environ.get("LOCAL_WORLD_SIZE", "")
-    if not origin["replica_id"] and local.isdecimal() and int(local) < found["group_world_size"]:
-        problems.append(
-            f"{size}, on several machines, but replica_id is not given: their hostnames differ; "
-            "set FTKIT_REPLICA_ID to one name on all of them"
-        )
-    return problems
-
-
-_ORDERED = (
-    ("outage_grace", "takeover_after", True, "a member cut off must stop before the others replace it"),
-    ("lease_ttl", "outage_grace", True, "a short silence of etcd must cost a lease before it stops training"),
-    ("freeze_grace", "outage_grace", False, "members must be back before the others stop committing"),
-    ("suspect_grace", "collective_timeout", True, "a suspect must be given up before the collective does"),
-    ("rendezvous_timeout", "join_timeout", False, "a failed rendezvous must end before the next is given up"),
-    ("rendezvous_timeout", "heal_timeout", False, "healing takes longer than meeting"),
-    ("join_timeout", "quorum_timeout", False, "the wait for one member is part of the wait for the epoch"),
-)
-"""Pairs (lower, higher, whether they must differ, why)."""
 
 
 def _sentence(problems: list[str]) -> str:

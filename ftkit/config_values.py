@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -169,33 +169,6 @@ def unknown(name: str, known: Iterable[str]) -> str:
     """Say that there is no such setting, and which one may be meant."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"{name}: there is no such setting" + (f"; did you mean {close[0]}?" if close else "")
-
-
-def etcd_problems(found: Mapping[str, object]) -> list[str]:
-    """Return what contradicts each other among the settings of the connection to etcd."""
-    problems = []
-    for one, other in (("etcd_cert", "etcd_key"), ("etcd_key", "etcd_cert")):
-        if found[one] is not None and found[other] is None:
-            problems.append(f"{one} is given without {other}: a client certificate needs both")
-    urls = found["etcd"]
-    assert isinstance(urls, tuple)
-    if urls[0].startswith("http://"):
-        problems += [
-            f"{name} is given but etcd ({urls[0]}) is not https: write https:// or leave {name} out"
-            for name in ("etcd_ca_cert", "etcd_cert")
-            if found[name] is not None
-        ]
-    user = found["etcd_user"]
-    if isinstance(user, str) and not all(user.partition(":")):
-        problems.append("etcd_user has no password: give user:password, or set ETCDCTL_PASSWORD as well")
-    return problems
-
-
-def address_problems(found: Mapping[str, object]) -> list[str]:
-    """Return what is wrong with the addresses of this member."""
-    if found["advertise"] in WILDCARDS:
-        return [f"advertise ({found['advertise']}) is no address that others could reach: name a real one"]
-    return []
 
 
 def own_address(endpoints: Iterable[str]) -> str:
