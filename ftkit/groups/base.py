@@ -85,7 +85,7 @@ class ProcessGroup(ABC):
                 sockets.hidden.remove(attempt)
                 with self._lock:
                     self._attempt = None
-                    session, attempt.session = attempt.session, None
+                    session = attempt.take()
                     if session is not None and attempt.given_up is None:
                         sockets.hidden.add(session, session.fds, self._forget_in_child)
                         self._session, session = session, None
@@ -97,7 +97,7 @@ class ProcessGroup(ABC):
 
     def _await(self, attempt: Attempt) -> None:
         attempt.thread.start()
-        if not attempt.done.wait(attempt.left_s()) and attempt.given_up is None:
+        if not attempt.settled.wait(attempt.left_s()) and attempt.given_up is None:
             error = GroupError(
                 f"rendezvous {attempt.prefix!r} of rank {attempt.rank} of {attempt.size} failed within"
                 f" {attempt.timeout_s:g} s: {attempt.phase}"

@@ -8,6 +8,7 @@ have come is the caller's affair.
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -47,24 +48,42 @@ class Attempt:
         self.link = StoreLink(store)
         self.phase = f"the store at {store} does not answer; its host is dead, frozen or cut off"
         self.given_up: str | None = None
-        self.session: Session | None = None
         self.error: Exception | None = None
-        self.cut_parts: Callable[[], None] = lambda: None
+        self.cut_parts: Callable[[], None] = _nothing
         self.part_fds: Callable[[], list[int]] = list
         """`_build` says here how to cut, and how to find, what it has made so far."""
-        self.done = threading.Event()
+        self.settled = threading.Event()
+        """Set when there is a session or an error, or the try is given up: `take` says which."""
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._is_taken = False
         self.thread = threading.Thread(target=self._run, name=f"ftkit-rendezvous-{prefix}", daemon=True)
 
     def give_up(self, why: str) -> None:
         """Make the try fail; return when it has ended, or soon anyway (no tensor is involved yet)."""
         if self.given_up is None:
             self.given_up = why
-        until = time.monotonic() + _GIVE_UP_GRACE_S
+        if not self._cut_for(_GIVE_UP_GRACE_S, 0.001):
+            # torch's store client connects again when it is cut while it connects; so go on cutting.
+            threading.Thread(target=self._cut_for, args=(math.inf, 0.02), daemon=True).start()
+        self.settled.set()
+
+    def take(self) -> Session | None:
+        """Return what was built, once; what is built later is thrown away by its builder."""
+        with self._lock:
+            session, self._session, self._is_taken = self._session, None, True
+        return session
+
+    def _cut_for(self, time_s: float, pause_s: float) -> bool:
+        until = time.monotonic() + time_s
         while True:
             self.link.cut()
             self.cut_parts()
-            if self.done.wait(0.001) or time.monotonic() > until:
-                return
+            if self._done.wait(pause_s):
+                return True
+            if time.monotonic() > until:
+                return False
 
     def fds(self) -> list[int]:
         """Return the descriptors that a forked child must let go of."""
@@ -99,30 +118,46 @@ class Attempt:
 
     def _run(self) -> None:
         _live_attempts.add(self)
+        spent = False
         try:
-            self.session = self._build(self)
+            session = self._build(self)
+            spent = session.store_is_spent
+            with self._lock:
+                if self._is_taken:
+                    session.drain(0.0)
+                else:
+                    self._session = session
+            del session
         except Exception as error:
             self.error = error
         finally:
-            self.done.set()
+            self._done.set()
+            self.settled.set()
         try:
             for session in self._leftovers:
                 if session.link is not None:
                     session.link.cut()
-            self._tidy()
+            if spent:
+                self._tidy()
             # The destructors of a torch group take some 10 ms; nobody waits for them here.
             self._leftovers.clear()
         finally:
+            # These closures refer to this attempt and to the device: a cycle would keep both alive.
+            self.cut_parts, self.part_fds = _nothing, list
             _live_attempts.discard(self)
 
     def _tidy(self) -> None:
         """Delete the keys of this rendezvous when all have read them: the last one to finish does it."""
         store = self.link.client
-        if self.session is None or store is None or not self.session.store_is_spent:
+        if store is None:  # a group of one needs none
             return
         with suppress(RuntimeError):  # the store's host is gone, and the keys with it
             if store.add(f"{self.prefix}/done", 1) == self.size:
                 delete_keys(store, f"{self.prefix}/")
+
+
+def _nothing() -> None:
+    pass
 
 
 _live_attempts: set[Attempt] = set()

@@ -159,8 +159,9 @@ class StoreLink:
         self.local_host, self._end = self._probe(deadline)
         with _connecting_guard:
             lock = _connecting.setdefault(self._end, threading.Lock())
-        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise GroupError(f"the store at {self.address} does not answer")
+        while not lock.acquire(timeout=0.01):
+            if self._is_cut or time.monotonic() > deadline:
+                raise GroupError(f"the store at {self.address} does not answer")
         try:
             self._before = sockets.socket_inodes() if sockets.supported() else set()
             if self._is_cut:
