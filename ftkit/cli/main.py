@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from ftkit.config import child_environment
-from ftkit.errors import ConfigError, FtkitError
+from ftkit.errors import ConfigError, EtcdError, FtkitError
 
 OVERVIEW = """\
 Fault tolerant PyTorch training over etcd.
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FtkitError as error:
         if debug:
             raise
-        return _complain(error, 1)
+        return _complain(error, 1, " (`ftkit doctor` looks into it)" if isinstance(error, EtcdError) else "")
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `ftkit watch | head`
@@ -146,8 +146,8 @@ def _run(words: list[str], debug: bool) -> int:
     return command.run(args)
 
 
-def _complain(error: FtkitError, code: int) -> int:
-    print(f"ftkit: {error}", file=sys.stderr)
+def _complain(error: FtkitError, code: int, hint: str = "") -> int:
+    print(f"ftkit: {error}{hint}", file=sys.stderr)
     return code
 
 

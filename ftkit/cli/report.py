@@ -1,0 +1,216 @@
+"""Say how a job is doing: who is in, in which epoch and step, who heals, and why there is no quorum.
+
+Pure: keys in, a report out. The reason is the one that the job's proposers give themselves (`decide`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ftkit.cli.job import Job
+from ftkit.core.model import Epoch, Policy, Seat, Version
+from ftkit.core.plan import plan
+from ftkit.core.quorum import Propose, View, decide, is_live, standing_ticket
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica group as etcd shows it; None and "" where nothing is known."""
+
+    replica_id: str
+    rank: int | None = None
+    """Its replica rank in the current epoch; None: not in it."""
+    live: bool = True
+    host: str = ""
+    pid: int = 0
+    incarnation: str = ""
+    entered_with: str = ""
+    """The version with which it entered the current epoch."""
+    step: int | None = None
+    steps_per_s: float | None = None
+    compute_s: float | None = None
+    wait_s: float | None = None
+    bytes_healed: int | None = None
+    phase: str = ""
+    heals_from: tuple[str, ...] = ()
+    """Whom it receives its state from at present."""
+    note: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job is doing."""
+
+    job: str
+    state: str
+    """`training`, `forming`, `waiting` or `empty`."""
+    reason: str
+    epoch: int
+    epoch_age_s: float | None
+    epoch_reason: str
+    min_replicas: int
+    step: int | None
+    members: tuple[Member, ...]
+    departed: tuple[str, ...]
+    requests: tuple[str, ...]
+    """Operators' requests that have not been acknowledged."""
+    broken: tuple[str, ...]
+
+
+class Dater:
+    """Remember since when tickets stand and seats are empty, over several looks at a job."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[tuple[str, str, int], float] = {}
+        self._gone: dict[str, float] = {}
+        self._first = True
+
+    def view(self, job: Job, policy: Policy, now: float) -> View:
+        """Return the view that `decide` wants; what stood at the first look is taken to have gathered."""
+        bare = View(members=job.members, tickets=job.tickets, departed=job.departed, epoch=job.epoch)
+        since = now - policy.gather_window if self._first else now
+        self._first = False
+        seats = () if job.epoch is None else job.epoch.seats
+        standing = {(r, t.incarnation, t.epoch): r for r in job.tickets if (t := standing_ticket(bare, r))}
+        gone = [s.replica_id for s in seats if not is_live(bare, s)]
+        self._tickets = {key: self._tickets.get(key, since) for key in standing}
+        self._gone = {r: self._gone.get(r, now) for r in gone}
+        return msgspec.structs.replace(
+            bare,
+            tickets_seen={standing[key]: at for key, at in self._tickets.items()},
+            gone_since=self._gone,
+        )
+
+
+def report(job: Job, policy: Policy, *, now: float, wall: float, dater: Dater | None = None) -> Report:
+    """Describe the job; `now` is monotonic, `wall` the time of day that epochs are stamped with."""
+    if job.config is not None:
+        policy = msgspec.structs.replace(policy, min_replicas=job.config.min_replicas)
+    view = (dater or Dater()).view(job, policy, now)
+    state, reason = _state(job, view, policy, now)
+    members = tuple(_members(job, view))
+    steps = [m.step for m in members if m.step is not None and m.rank is not None]
+    epoch = job.epoch
+    entered = max((s.version for s in epoch.seats), default=Version(0, 0)) if epoch else None
+    return Report(
+        job=job.name,
+        state=state,
+        reason=reason,
+        epoch=0 if epoch is None else epoch.id,
+        epoch_age_s=None if epoch is None or not epoch.time else max(0.0, wall - epoch.time),
+        epoch_reason="" if epoch is None else epoch.reason,
+        min_replicas=policy.min_replicas,
+        step=max([*steps, *([entered.step] if entered else [])], default=None),
+        members=members,
+        departed=tuple(
+            f"{d.replica_id}: {d.how or 'ended'}{' on ' + d.host if d.host else ''} at version {d.version}"
+            for _, d in sorted(job.departed.items())
+        ),
+        requests=tuple(f"{c.what} {c.replica_id}" for _, c in sorted(job.control.items())),
+        broken=tuple(job.broken),
+    )
+
+
+def _state(job: Job, view: View, policy: Policy, now: float) -> tuple[str, str]:
+    if job.empty:
+        return "empty", f"etcd knows no job {job.name}"
+    if not job.members:
+        return "empty", "no replica group is running"
+    epoch = job.epoch
+    over = _why_over(job, epoch, view)
+    if epoch is not None and not over:
+        return "training", ""
+    decision = decide(view, policy, now)
+    if isinstance(decision, Propose):
+        names = ", ".join(s.replica_id for s in decision.seats)
+        return "forming", f"epoch {decision.id} may form of {names} ({decision.reason})"
+    return "waiting", f"{over}; {decision.reason}" if over else decision.reason
+
+
+def _why_over(job: Job, epoch: Epoch | None, view: View) -> str:
+    """Say why nobody can commit in the current epoch, or "" when all its members are at work in it."""
+    if epoch is None:
+        return "no epoch yet"
+    if job.abort is not None and job.abort.epoch >= epoch.id:
+        by = f" by {job.abort.by}" if job.abort.by else ""
+        return f"epoch {epoch.id} was aborted{by} ({job.abort.why or 'no reason given'})"
+    gone = [s.replica_id for s in epoch.seats if not is_live(view, s)]
+    if gone:
+        return f"epoch {epoch.id} has lost {', '.join(gone)}"
+    out = [s.replica_id for s in epoch.seats if standing_ticket(view, s.replica_id)]
+    return f"{', '.join(out)} stepped out of epoch {epoch.id}" if out else ""
+
+
+def _members(job: Job, view: View) -> list[Member]:
+    """Describe the members of the epoch in rank order, then the other live ones."""
+    seats = () if job.epoch is None else job.epoch.seats
+    inside = [_member(job, view, s.replica_id, rank, s) for rank, s in enumerate(seats)]
+    known = {s.replica_id for s in seats if is_live(view, s)}
+    return inside + [_member(job, view, r, None, None) for r in sorted(set(job.members) - known)]
+
+
+def _member(job: Job, view: View, replica_id: str, rank: int | None, seat: Seat | None) -> Member:
+    record = job.members.get(replica_id)
+    live = record is not None and (seat is None or is_live(view, seat))
+    stats = job.stats.get(replica_id, {}) if live else {}
+    healed = number(stats, "bytes_healed")
+    step = number(stats, "step")
+    phase = stats.get("phase")
+    return Member(
+        replica_id=replica_id,
+        rank=rank,
+        live=live,
+        host=record.host if live and record is not None else "",
+        pid=record.pid if live and record is not None else 0,
+        incarnation=seat.incarnation
+        if seat is not None
+        else record.incarnation
+        if record is not None
+        else "",
+        entered_with="" if seat is None else str(seat.version),
+        step=None if step is None else int(step),
+        steps_per_s=number(stats, "steps_per_s"),
+        compute_s=number(stats, "compute_s"),
+        wait_s=number(stats, "wait_s"),
+        bytes_healed=None if healed is None else int(healed),
+        phase=phase.lower() if isinstance(phase, str) else "",
+        heals_from=_sources(job, replica_id, step, phase) if live and seat is not None else (),
+        note=_note(job, view, replica_id, seat, live),
+    )
+
+
+def _sources(job: Job, replica_id: str, step: float | None, phase: object) -> tuple[str, ...]:
+    """Return whom a member of the epoch heals from, or () when it has the state already."""
+    assert job.epoch is not None
+    part = plan(job.epoch, replica_id)
+    if not part.heals:
+        return ()
+    if isinstance(phase, str):
+        return part.sources if phase.lower() == "healing" else ()
+    # Without a phase: it has healed once it is past the step that the others entered with.
+    return () if step is not None and step > part.version.step else part.sources
+
+
+def _note(job: Job, view: View, replica_id: str, seat: Seat | None, live: bool) -> str:
+    if not live:
+        gone = job.departed.get(replica_id)
+        if gone is not None and seat is not None and gone.incarnation == seat.incarnation:
+            return f"gone: {gone.how or 'ended'}"
+        if replica_id in job.members:
+            return "was started again"
+        return "gone without proof of death (lease ran out)"
+    asked = [what for what in ("drain", "evict", "pause") if f"{what}/{replica_id}" in job.control]
+    if asked:
+        return f"asked to {' and '.join(asked)}"
+    ticket = standing_ticket(view, replica_id)
+    if ticket is not None and ticket.leaving:
+        return "is leaving"
+    if ticket is not None:
+        return f"asks for epoch {ticket.epoch} with version {ticket.version}"
+    return "" if seat is not None else "starting"
+
+
+def number(stats: Mapping[str, object], name: str) -> float | None:
+    """Return a number out of published stats, which may come from another release of ftkit."""
+    value = stats.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
