@@ -36,7 +36,7 @@ def settle(args: argparse.Namespace) -> Settings:
     return settings
 
 
-def open_etcd(settings: Settings, *, timeout_s: float = 5.0) -> Etcd:
+def open_etcd(settings: Settings, *, timeout_s: float = 3.0) -> Etcd:
     """Return a connection to the etcd that the settings name; it connects at the first request."""
     from ftkit.keeper.etcd import Etcd, EtcdSettings  # imports grpc: only when it is needed
 

@@ -9,12 +9,11 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ftkit.cli.connect import add_connection, add_json, open_etcd, settle
 from ftkit.cli.job import decode
 from ftkit.core.model import Control, Record
 from ftkit.errors import ConfigError, EtcdUnavailable, FtkitError
+from ftkit.keeper.keys import JobKeys, encode
 
 if TYPE_CHECKING:
     from ftkit.keeper.etcd import Etcd
@@ -78,15 +77,17 @@ class Request:
         self._what = what
         self._replica_id = replica_id
         self._job = job
-        self._members = f"/ftkit/{job}/members/"
-        self._key = f"/ftkit/{job}/control/{what}/{replica_id}"
+        keys = JobKeys(job)
+        self._members = keys.members
+        self._member = keys.member_of(replica_id)
+        self._key = keys.control_of(what, replica_id)
         self._incarnation = ""
 
     def put(self) -> Record:
         """Write the request, if the replica group is live; raise RequestError otherwise."""
         from ftkit.keeper.etcd import Compare, Put
 
-        found = self._etcd.get(self._members + self._replica_id)
+        found = self._etcd.get(self._member)
         record = None if found is None else decode(found.value, Record)
         if found is None or record is None:
             raise self._unknown()
@@ -97,7 +98,7 @@ class Request:
         control = Control(what=self._what, replica_id=self._replica_id, by=by, time=time.time())
         # Only for the incarnation that was seen: its successor must not find a request it was not meant by.
         same = Compare(found.key, "mod", "=", found.mod_revision)
-        if not self._etcd.txn([same], [Put(self._key, msgspec.json.encode(control))]).succeeded:
+        if not self._etcd.txn([same], [Put(self._key, encode(control))]).succeeded:
             raise RequestError(
                 f"{self._replica_id} changed at this moment; look at ftkit status and try again"
             )
@@ -141,7 +142,7 @@ class Request:
         )
 
     def _gone(self) -> bool:
-        found = self._etcd.get(self._members + self._replica_id)
+        found = self._etcd.get(self._member)
         record = None if found is None else decode(found.value, Record)
         return record is None or (isinstance(record, Record) and record.incarnation != self._incarnation)
 

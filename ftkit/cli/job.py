@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 import msgspec
 
 from ftkit.core.model import Abort, Control, Departed, Epoch, JobConfig, Record, Ticket
+from ftkit.keeper.keys import JobKeys
 
 if TYPE_CHECKING:
     from ftkit.keeper.etcd import Etcd
@@ -81,7 +82,7 @@ def decode(value: bytes, kind: type[T]) -> T | str:
 
 def parse(name: str, keys: Iterable[KeyValue]) -> Job:
     """Sort a listing of the job's keys into values."""
-    job, prefix = Job(name), f"/ftkit/{name}/"
+    job, prefix = Job(name), JobKeys(name).prefix
     for key in keys:
         section, _, rest = key.key.removeprefix(prefix).partition("/")
         if section not in _SECTIONS:
@@ -97,7 +98,9 @@ def parse(name: str, keys: Iterable[KeyValue]) -> Job:
 
 def read(etcd: Etcd, name: str) -> Job:
     """Read the job's keys; its history, which may be long, is left out."""
-    prefix = f"/ftkit/{name}/"
-    before, _ = etcd.range(prefix, f"{prefix}history/")
-    after, _ = etcd.range(f"{prefix}history0", f"/ftkit/{name}0")
+    from ftkit.keeper.etcd import prefix_end  # imports grpc: only where a connection is needed
+
+    keys = JobKeys(name)
+    before, _ = etcd.range(keys.prefix, keys.history)
+    after, _ = etcd.range(prefix_end(keys.history), prefix_end(keys.prefix))
     return parse(name, [*before, *after])

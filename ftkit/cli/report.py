@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ftkit.cli.job import Job
-from ftkit.core.model import Epoch, Policy, Seat, Version
+from ftkit.core.model import Epoch, Policy, Record, Seat, Version
 from ftkit.core.plan import plan
 from ftkit.core.quorum import Propose, View, decide, is_live, standing_ticket
 
@@ -152,7 +152,7 @@ def _members(job: Job, view: View) -> list[Member]:
 def _member(job: Job, view: View, replica_id: str, rank: int | None, seat: Seat | None) -> Member:
     record = job.members.get(replica_id)
     live = record is not None and (seat is None or is_live(view, seat))
-    stats = job.stats.get(replica_id, {}) if live else {}
+    stats = _stats(job, record) if live and record is not None else {}
     healed = number(stats, "bytes_healed")
     step = number(stats, "step")
     phase = stats.get("phase")
@@ -174,21 +174,33 @@ def _member(job: Job, view: View, replica_id: str, rank: int | None, seat: Seat 
         wait_s=number(stats, "wait_s"),
         bytes_healed=None if healed is None else int(healed),
         phase=phase.lower() if isinstance(phase, str) else "",
-        heals_from=_sources(job, replica_id, step, phase) if live and seat is not None else (),
+        heals_from=_sources(job, replica_id, stats) if live and seat is not None else (),
         note=_note(job, view, replica_id, seat, live),
     )
 
 
-def _sources(job: Job, replica_id: str, step: float | None, phase: object) -> tuple[str, ...]:
+def _stats(job: Job, record: Record) -> Mapping[str, object]:
+    """Return the figures of this incarnation; a zero is not written, so what is missing is one."""
+    stats = job.stats.get(record.replica_id)
+    if stats is None or stats.get("incarnation", record.incarnation) != record.incarnation:
+        return {}
+    return {"step": 0, "steps_per_s": 0.0, **stats}
+
+
+def _sources(job: Job, replica_id: str, stats: Mapping[str, object]) -> tuple[str, ...]:
     """Return whom a member of the epoch heals from, or () when it has the state already."""
     assert job.epoch is not None
     part = plan(job.epoch, replica_id)
     if not part.heals:
         return ()
-    if isinstance(phase, str):
-        return part.sources if phase.lower() == "healing" else ()
-    # Without a phase: it has healed once it is past the step that the others entered with.
-    return () if step is not None and step > part.version.step else part.sources
+    if str(stats.get("phase", "")).lower() == "healing":
+        return part.sources
+    epoch, step = number(stats, "epoch"), number(stats, "step")
+    if step is None:
+        return part.sources
+    # Figures are seconds old: they may be from before the epoch, and then the member is yet to heal.
+    behind = step < part.version.step if epoch is None else (epoch, step) < part.version
+    return part.sources if behind else ()
 
 
 def _note(job: Job, view: View, replica_id: str, seat: Seat | None, live: bool) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from ftkit.cli.job import decode
 from ftkit.core.model import Abort, Control, Departed, Epoch, Record, Ticket
+from ftkit.keeper.keys import JobKeys
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +31,7 @@ class Timeline:
     """What is known of a job's keys, and the moments that each change of them means."""
 
     def __init__(self, job: str, *, tickets: bool = False) -> None:
-        self._prefix = f"/ftkit/{job}/"
+        self._prefix = JobKeys(job).prefix
         self._tickets = tickets
         self._known: dict[str, bytes] = {}
         self._records: dict[str, Record] = {}

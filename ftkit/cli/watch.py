@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.history < 0:
         raise ConfigError(f"--history must not be negative, got {args.history}")
     settings = settle(args)
-    prefix = f"/ftkit/{settings.job}/"
+    prefix = settings.prefix
     timeline = Timeline(settings.job, tickets=args.tickets)
     inbox: Inbox = queue.SimpleQueue()
 
