@@ -56,8 +56,19 @@ class QuorumTimeout(FtkitError):
     """No epoch formed within the time allowed; the message says what was being waited for."""
 
 
-class Left(FtkitError):
-    """This replica group has left the job in order (drain, SIGTERM); training here is over."""
+class Left(SystemExit):
+    """This replica group has left the job in order (drain, SIGTERM); training here is over.
+
+    A SystemExit with code 0, so that a script that does not catch it ends well.
+    """
+
+    def __init__(self, why: str) -> None:
+        """Say why; the exit code is 0."""
+        super().__init__(0)
+        self.why = why
+
+    def __str__(self) -> str:
+        return self.why
 
 
 class StepFailed(FtkitError):

@@ -118,7 +118,8 @@ def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
 
 def _admit(candidates: Mapping[str, Ticket], old: list[str], policy: Policy) -> list[str]:
     """Choose the members of the next epoch: those of the current one first, spares are left out."""
-    shrink = any(t.shrink_only for t in candidates.values())
+    # Who wants no newcomers has a step to salvage; with too few members left there is nothing to salvage.
+    shrink = len(old) >= policy.min_replicas and any(t.shrink_only for t in candidates.values())
     newcomers = [] if shrink else sorted(set(candidates) - set(old))
     limit = policy.max_replicas or len(candidates)
     return sorted([*old, *newcomers][:limit])

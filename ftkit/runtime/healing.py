@@ -1,0 +1,130 @@
+"""Bring the members that are behind to the state of the epoch, at a step boundary.
+
+Sources serve their live tensors while they wait here; a member that heals receives in place. The
+transport moves the bytes; this decides who serves, who fetches, and when all may go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+import torch
+
+from ftkit.core.model import Record
+from ftkit.core.plan import Plan
+from ftkit.core.vote import Lineage
+from ftkit.errors import GroupError, HealError
+from ftkit.runtime.links import Links
+from ftkit.runtime.state import StateRegistry
+from transport import Progress, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+
+class Healed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a heal moved."""
+
+    bytes: int
+    seconds: float
+    sources: tuple[str, ...]
+
+
+class Healer:
+    """One rank's part in the healing of an epoch."""
+
+    def __init__(
+        self, transport: Transport, state: StateRegistry, links: Links, *, group_rank: int, timeout_s: float
+    ) -> None:
+        """`timeout_s` bounds the whole of a heal, for those who heal and for those who serve."""
+        self._transport = transport
+        self._state = state
+        self._links = links
+        self._group_rank = group_rank
+        self._timeout_s = timeout_s
+
+    def run(
+        self, plan: Plan, records: Mapping[str, Record], lineage: Lineage, settle: Callable[[], bool]
+    ) -> Healed | None:
+        """Serve, fetch, or wait, until all members of the epoch hold its state.
+
+        `settle` applies the update that was in doubt, when that is all that is missing, and says whether
+        it could. Returns what was received, or None when nothing was.
+
+        Raises:
+            HealError: the state could not be received; this member is broken until it heals again (I5).
+            GroupError: another member failed to heal, or disappeared.
+        """
+        if not plan.healing:
+            return None
+        name = f"{plan.epoch}.{plan.version}.{self._group_rank}"
+        healed = None
+        failure: Exception | None = None
+        if plan.heals:
+            try:
+                healed = self._receive(name, plan, records, lineage, settle)
+            except Exception as error:  # whatever it is, the others must hear of it before it goes on
+                failure = error
+        else:
+            self._transport.publish(name, self._state.save())
+        try:
+            self._meet(failure is not None)
+        finally:
+            self._transport.withdraw()
+        if failure is not None:
+            raise HealError(f"could not heal to version {plan.version}: {failure}") from failure
+        return healed
+
+    def abort(self) -> None:
+        """End a fetch in flight; any thread."""
+        self._transport.abort()
+
+    def _receive(
+        self,
+        name: str,
+        plan: Plan,
+        records: Mapping[str, Record],
+        lineage: Lineage,
+        settle: Callable[[], bool],
+    ) -> Healed | None:
+        if lineage.undecided == plan.version and self._settle(lineage, settle):
+            logger.info("applied the update of version %s, which was in doubt", plan.version)
+            return None
+        begun = time.monotonic()
+        sources = [records[s].transports[self._group_rank] for s in plan.sources]
+        into = self._state.save()
+        received = 0
+
+        def progress(p: Progress) -> None:
+            nonlocal received
+            received = p.bytes_done
+
+        lineage.begin_heal()
+        try:
+            state = self._transport.fetch(sources, name, into, deadline_s=self._timeout_s, progress=progress)
+        except TransportError as error:
+            raise HealError(str(error)) from error
+        self._state.load(state)
+        lineage.end_heal(plan.version)
+        return Healed(bytes=received, seconds=time.monotonic() - begun, sources=plan.sources)
+
+    @staticmethod
+    def _settle(lineage: Lineage, settle: Callable[[], bool]) -> bool:
+        """Commit in doubt: the gradients of the committed step are still here, so apply them."""
+        try:
+            settled = settle()
+        except BaseException:
+            lineage.fail_update()
+            raise
+        if settled:
+            lineage.settle()
+        return settled
+
+    def _meet(self, failed: bool) -> None:
+        """Wait for all members of the epoch; a source must not train on while its tensors are read."""
+        ballot = torch.tensor([int(failed)], dtype=torch.int64)
+        self._links.agree(ballot, timeout_s=self._timeout_s)
+        if ballot.item() and not failed:
+            raise GroupError("a member of the epoch could not heal")

@@ -1,0 +1,176 @@
+"""Move one rank from an epoch to the next: leave, ask, meet.
+
+Whoever calls decides when; this carries it out, on the training thread at a step boundary or on the
+reformer's thread in the middle of a step. It knows neither gradients nor votes; healing is the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from ftkit.config import Settings
+from ftkit.core.model import Epoch
+from ftkit.core.plan import Plan
+from ftkit.core.vote import Lineage
+from ftkit.errors import Aborted, GroupError, QuorumTimeout
+from ftkit.keeper.client import KeeperClient
+from ftkit.keeper.messages import EpochOffer, WantEpoch
+from ftkit.runtime.inbox import Inbox
+from ftkit.runtime.links import Links, first_line
+from ftkit.runtime.telemetry import Timeline
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_S = 2.0
+"""How long members that leave an epoch together wait for each other, so that nobody misses the vote."""
+
+LOOK_AROUND_S = 1.0
+REPORT_WAIT_S = 10.0
+
+
+class Membership:
+    """Which epoch this rank is in, and whether that epoch still holds."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        keeper: KeeperClient,
+        inbox: Inbox,
+        links: Links,
+        lineage: Lineage,
+        timeline: Timeline,
+    ) -> None:
+        """Begin outside of any epoch."""
+        self._settings = settings
+        self._keeper = keeper
+        self._inbox = inbox
+        self._links = links
+        self._lineage = lineage
+        self._timeline = timeline
+        self._lock = threading.Lock()
+        self.epoch: Epoch | None = None
+        self.plan: Plan | None = None
+        self.error: Exception | None = None
+        """Why the running epoch is over; None while it holds."""
+        self.error_is_own = False
+
+    # -- the end of an epoch -------------------------------------------------------------------------
+
+    def report(self, error: Exception, *, own: bool = False) -> bool:
+        """Note why the running epoch is over; say whether this is the first reason."""
+        with self._lock:
+            if self.error is not None:
+                return False
+            self.error, self.error_is_own = error, own
+        self.record("abort", why=first_line(error))
+        return True
+
+    def cut(self, epoch: int, why: str) -> bool:
+        """End the work in flight of `epoch` (0: whatever is running); False when that is not running."""
+        running = self.epoch
+        if running is None or (epoch and running.id != epoch):
+            return False
+        self.report(Aborted(why))
+        self._links.abort(why)
+        self.record("aborted")
+        return True
+
+    def leave(self, *, planned: bool) -> str:
+        """Take leave of the running epoch; return why it failed, empty when all leave it together."""
+        failed = ""
+        if self.epoch is not None:
+            if planned and self.error is None:
+                self.farewell()
+            else:
+                failed = first_line(self.error) if self.error is not None else "the epoch was left"
+            self._links.abort(failed or "the epoch ended as planned")
+        with self._lock:
+            self.error, self.error_is_own = None, False
+            self.epoch = None
+        self._inbox.clear_epoch()
+        return failed
+
+    def farewell(self) -> None:
+        """See that all members have read the last vote before anyone closes its sockets."""
+        try:
+            self._links.agree(torch.zeros(1, dtype=torch.int64), timeout_s=FAREWELL_S)
+        except GroupError as error:
+            logger.debug("not everyone said farewell: %s", error)
+
+    # -- the beginning of the next -------------------------------------------------------------------
+
+    def ask(self, failed: str, *, shrink_only: bool = False) -> None:
+        """Ask for the next epoch."""
+        self.record("want")
+        self._links.begin()
+        version = self._lineage.version
+        self._keeper.send(WantEpoch(version=version, failed=failed, shrink_only=shrink_only))
+
+    def wait_offer(self, timeout_s: float, interrupted: Callable[[], bool]) -> EpochOffer | None:
+        """Wait for an epoch, and say now and then what for; None when interrupted.
+
+        Raises:
+            QuorumTimeout: none formed in time.
+        """
+        begun = reported = time.monotonic()
+        while True:
+            left = begun + timeout_s - time.monotonic()
+            offer = self._inbox.take_offer(max(0.0, min(LOOK_AROUND_S, left)), interrupted)
+            if offer is not None or interrupted():
+                return offer
+            now = time.monotonic()
+            if now >= begun + timeout_s:
+                raise QuorumTimeout(f"no epoch formed within {timeout_s:g} s: {self._inbox.waiting}")
+            if now - reported >= REPORT_WAIT_S:
+                reported = now
+                logger.warning("still waiting after %.0f s: %s", now - begun, self._inbox.waiting)
+
+    def meet(self, offer: EpochOffer) -> Plan:
+        """Configure the process groups of an epoch; from here on errors count for it.
+
+        Raises:
+            GroupError: it came to nothing.
+        """
+        epoch, me = offer.epoch, self._settings.replica_id
+        plan = self._lineage.enter(epoch, me, init_sync=self._settings.init_sync)
+        with self._lock:
+            self.error, self.error_is_own = None, False
+            self.epoch, self.plan = epoch, plan
+        self.record("epoch", members=[s.replica_id for s in epoch.seats])
+        over = self._inbox.over.get(epoch.id)
+        if over is not None:  # the news came before `epoch` was set
+            raise Aborted(over)
+        self._links.configure(plan, offer.records, me)
+        self.record("configured")
+        logger.info(
+            "epoch %d with %d members: %s (%s)",
+            epoch.id,
+            len(epoch.seats),
+            ", ".join(s.replica_id for s in epoch.seats[:8]),
+            epoch.reason,
+        )
+        return plan
+
+    def agree(self, ballot: torch.Tensor) -> None:
+        """Reduce a ballot over all members, and over all ranks of this group (MAX)."""
+        self._links.agree(ballot)
+        if self._links.inner is not None:
+            self._links.agree(ballot, inside=True)
+
+    def record(self, kind: str, **detail: object) -> None:
+        """Record an event of the timeline at the current epoch and step."""
+        epoch = 0 if self.epoch is None else self.epoch.id
+        self._timeline.record(kind, epoch, self._lineage.version.step, **detail)
+
+    def fence(self) -> str | None:
+        """I3: say why this member may not commit: it has not heard of etcd and may have been replaced."""
+        silence = self._inbox.silence_s()
+        if silence <= self._settings.outage_grace:
+            return None
+        return f"no word from etcd for {silence:.0f} s (outage_grace)"

@@ -1,0 +1,411 @@
+"""The step of one rank: be in an epoch, reduce, vote, commit or repeat.
+
+All decisions are the core's (`Lineage`, `tally`, `plan`); this carries them out on the training thread.
+Other threads only say that the epoch is over, and change the members while this one computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch.distributed import Work
+
+from ftkit.config import Settings
+from ftkit.core.plan import Plan
+from ftkit.core.vote import BALLOT_SIZE, Lineage, Verdict, tally
+from ftkit.errors import FtkitError, GroupError, HealError, Left, StepFailed
+from ftkit.keeper.client import KeeperClient
+from ftkit.keeper.messages import EpochOffer, GoodbyeKeeper
+from ftkit.keeper.progress import Phase
+from ftkit.runtime.collectives import Collective, Collectives
+from ftkit.runtime.healing import Healer
+from ftkit.runtime.inbox import Inbox
+from ftkit.runtime.links import Links, first_line
+from ftkit.runtime.membership import Membership
+from ftkit.runtime.progress import Progress
+from ftkit.runtime.reformer import Reformer
+from ftkit.runtime.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+
+class Step:
+    """The training thread's side of the protocol; see the module's docstring."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        keeper: KeeperClient,
+        inbox: Inbox,
+        links: Links,
+        healer: Healer,
+        lineage: Lineage,
+        membership: Membership,
+        progress: Progress,
+        settle: Callable[[], bool],
+    ) -> None:
+        """Wire the parts together; nothing happens before the first `start`."""
+        self._settings = settings
+        self._keeper = keeper
+        self._inbox = inbox
+        self._links = links
+        self._healer = healer
+        self.lineage = lineage
+        self.membership = membership
+        self._progress = progress
+        self._settle = settle
+        self._weights = Weights(links)
+        self.started = False
+        self.committing = False
+        self.leaving: str | None = None
+        self._in_step = False
+        self._blocked_since: float | None = None
+        self._planned = False
+        self._failures_in_a_row = 0
+        self._own_failures = 0
+        self._first_commit_due = False
+        self._ballot = torch.zeros(BALLOT_SIZE, dtype=torch.int64)
+        self.collectives = Collectives(self._launch, self.fail)
+        self._reformer = Reformer(membership, lambda: self.collectives, self._may_salvage)
+
+    # -- what other threads may call ---------------------------------------------------------------
+
+    def fail(self, error: Exception) -> None:
+        """The running epoch does not work any more: a collective has failed."""
+        if self.membership.report(error) and self._in_step:
+            self.collectives.pause()
+            self._reformer.wake()
+
+    def abort(self, epoch: int, why: str) -> None:
+        """The running epoch (`epoch`, or 0 for whichever) is over: end the work in flight."""
+        if self.membership.cut(epoch, why):
+            self._healer.abort()
+            if self._in_step:
+                self.collectives.pause()
+                self._reformer.wake()
+
+    def report_error(self, error: Exception) -> None:
+        """This member itself cannot commit the step."""
+        self.membership.report(error, own=True)
+
+    def stalled_s(self) -> float:
+        """Seconds for which peers have been waited for without any progress; 0 when none are."""
+        now = time.monotonic()
+        blocked = self._blocked_since
+        since = blocked if blocked is not None else None
+        if self.collectives.num_pending():
+            since = max(self.collectives.moved_at, since or 0.0)
+        return 0.0 if since is None else now - since
+
+    def num_pending(self) -> int:
+        """Count what waits for peers right now."""
+        return self.collectives.num_pending() + int(self._blocked_since is not None)
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin a step, in an epoch and healed; costs nothing when nothing has changed."""
+        if self.started:
+            return
+        if self.committing:
+            self.finish(None)
+        membership = self.membership
+        self._reformer.wait_idle()
+        while True:
+            unfinished, self._reformer.unfinished = self._reformer.unfinished, None
+            if membership.epoch is None or membership.error is not None or self._planned:
+                self._change_epoch()
+            elif unfinished is not None:
+                self._finish_entering(unfinished)
+            else:
+                break
+        if self._inbox.fatal is not None:
+            raise self._inbox.fatal
+        self.collectives.begin()
+        self.started = self._in_step = True
+        self._progress.mark(Phase.COMPUTE)
+        if membership.error is not None:  # in this very moment
+            self._reformer.wake()
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        average: bool = True,
+        restore: Callable[[], None] | None = None,
+        held: bool = False,
+        last: bool = False,
+    ) -> Collective:
+        """Sum or average a tensor over the members, in place and in the background; see `Collective`."""
+        call = Collective(self.collectives, tensor, average=average, restore=restore, held=held, last=last)
+        return self.collectives.reduce(call)
+
+    def _launch(self, tensor: torch.Tensor, average: bool) -> Work | None:
+        plan = self.membership.plan
+        assert plan is not None, "a started step has a plan"
+        if average:
+            self._weights.apply(tensor, plan.num_replicas)
+        return self._links.data.allreduce(tensor) if plan.num_replicas > 1 else None
+
+    def set_weight(self, weight: float) -> None:
+        """Enter the step's averages with this weight."""
+        self._reformer.wait_idle()
+        self._weights.used = True
+        if self.membership.error is not None:
+            return
+        self._blocked_since = time.monotonic()
+        try:
+            self._weights.set(weight)
+        except GroupError as error:
+            self.fail(error)
+        finally:
+            self._blocked_since = None
+
+    def _may_salvage(self) -> bool:
+        return self._in_step and not self.membership.error_is_own and not self._weights.used
+
+    # -- the vote ----------------------------------------------------------------------------------
+
+    def vote(self) -> bool:
+        """End the step; True when every member of the epoch commits it. The update is then due."""
+        if not self.started:
+            self.start()
+        self._progress.mark(Phase.VOTING)
+        self._blocked_since = time.monotonic()
+        try:
+            self.collectives.drain()
+            self._in_step = False
+            self._reformer.wait_idle()
+            verdict = self._cast()
+        finally:
+            self._blocked_since = None
+        if verdict is None or not verdict.commit:
+            self._reject(verdict)
+            return False
+        self._planned = verdict.reconfigure
+        self.committing = True
+        return True
+
+    def _cast(self) -> Verdict | None:
+        """Carry the ballots; None when the vote itself failed."""
+        epoch, plan = self.membership.epoch, self.membership.plan
+        if self.membership.error is not None or self.collectives.failed or epoch is None or plan is None:
+            return None  # the others learn it from `abort`, they may be stuck in a collective
+        fence = self.membership.fence()
+        if fence is not None:
+            self.membership.report(FtkitError(fence))
+        ballot = self.lineage.votes(fence is None)
+        ballot[1] = int(self._wish(epoch.id))
+        self._ballot.copy_(torch.tensor(ballot))
+        verdict = None
+        try:
+            self._links.agree(self._ballot)
+        except GroupError as error:
+            self.membership.report(error)
+        else:
+            verdict = tally(
+                self._ballot.tolist(),
+                participants=plan.num_replicas,
+                min_replicas=self._settings.min_replicas,
+            )
+        if self._links.inner is not None:
+            verdict = self._agree_inside(verdict)
+        if verdict is None:
+            self.lineage.lose_vote()
+        return verdict
+
+    def _agree_inside(self, verdict: Verdict | None) -> Verdict | None:
+        """All ranks of a group commit, or none does: each has voted with its own peers only."""
+        lost = int(verdict is None)
+        no = int(verdict is None or not verdict.commit)
+        switch = int(verdict is None or verdict.reconfigure)
+        ballot = torch.tensor([lost, no, switch, int(self.leaving is not None)])
+        try:
+            self._links.agree(ballot, inside=True)
+        except GroupError as error:
+            self.membership.report(error)
+            return None
+        lost, no, switch, leaving = ballot.tolist()
+        if leaving and self.leaving is None:
+            self.leaving = "another rank of the group leaves"
+        if lost:
+            self.membership.report(GroupError("another rank of the group lost its vote"))
+            return None
+        why = (
+            "" if not no else ((verdict.why if verdict else "") or "another rank of the group was voted down")
+        )
+        return Verdict(commit=not no, reconfigure=bool(switch or no), why=why)
+
+    def _wish(self, epoch: int) -> bool:
+        if self._inbox.leave is not None and self.leaving is None:
+            self.leaving = self._inbox.leave
+        if self.leaving is not None:
+            return True
+        return self._inbox.wish is not None and self._inbox.wish_epoch == epoch
+
+    def _reject(self, verdict: Verdict | None) -> None:
+        self.started = False
+        self._weights.reset()
+        if verdict is not None:
+            self.lineage.reject()
+            self.membership.report(GroupError(verdict.why))
+        error = self.membership.error
+        self.membership.record("failed_step", why="" if error is None else first_line(error))
+        self._progress.failed()
+
+    def finish(self, error: BaseException | None) -> None:
+        """The update that the vote allowed has been applied, or has failed half way."""
+        if not self.committing:
+            return
+        self.committing = self.started = False
+        self._weights.reset()
+        if error is not None:
+            self.lineage.fail_update()
+            what = f"{type(error).__name__}: {first_line(error)}"
+            self.report_error(FtkitError(f"the update failed half way: {what}"))
+            return
+        self.lineage.commit()
+        self._failures_in_a_row = self._own_failures = 0
+        if self._first_commit_due:
+            self._first_commit_due = False
+            self.membership.record("commit")
+        self._progress.committed(self.lineage.version)
+
+    @property
+    def current_step(self) -> int:
+        """Steps committed so far, counting one whose update is being applied."""
+        return max(self.lineage.version.step, 0) + int(self.committing)
+
+    # -- from one epoch to the next, at a step boundary ----------------------------------------------
+
+    def _change_epoch(self) -> None:
+        """Leave the running epoch, if any, and enter the next one; one attempt."""
+        self._reformer.wait_idle()
+        membership = self.membership
+        before, own = membership.epoch, membership.error_is_own
+        failed = membership.leave(planned=self._planned)
+        planned, self._planned = self._planned and not failed, False
+        if self._asked_to_leave():
+            self.leave(planned=planned)
+        self._own_failures += int(own)
+        self._count(failed)
+        self._progress.mark(Phase.WAITING)
+        membership.ask(failed)
+        offer = membership.wait_offer(self._settings.quorum_timeout, self._asked_to_leave)
+        if offer is None:
+            self.leave(planned=False)
+            return
+        if before is not None and [s[:2] for s in before.seats] != [s[:2] for s in offer.epoch.seats]:
+            self._failures_in_a_row = 0
+        self._enter(offer)
+
+    def _asked_to_leave(self) -> bool:
+        return self.leaving is not None or self._inbox.leave is not None
+
+    def _enter(self, offer: EpochOffer) -> None:
+        """Meet the members and heal; when that fails, `membership.error` says why."""
+        self._blocked_since = time.monotonic()
+        try:
+            self._progress.mark(Phase.CONFIGURING)
+            self.membership.meet(offer)
+            # One who salvages a step meets us here too, and must hear that we cannot.
+            self.membership.agree(torch.ones(1, dtype=torch.int64))
+        except GroupError as error:
+            self._come_to_nothing(offer, error)
+        else:
+            self._finish_entering(offer)
+        finally:
+            self._blocked_since = None
+
+    def _come_to_nothing(self, offer: EpochOffer, error: Exception) -> None:
+        self.membership.report(error)
+        self._links.abort(first_line(error))
+        logger.warning("epoch %d came to nothing: %s", offer.epoch.id, first_line(error))
+
+    def _finish_entering(self, offer: EpochOffer) -> None:
+        """Heal whoever is behind, this member or another."""
+        plan = self.membership.plan
+        assert plan is not None, "met with a plan"
+        self._first_commit_due = True
+        self._blocked_since = time.monotonic()
+        try:
+            if plan.healing:
+                self._progress.mark(Phase.HEALING)
+                self._heal(plan, offer)
+        except (GroupError, HealError) as error:
+            self._come_to_nothing(offer, error)
+        else:
+            self.lineage.forget_undecided()
+        finally:
+            self._blocked_since = None
+
+    def _heal(self, plan: Plan, offer: EpochOffer) -> None:
+        membership = self.membership
+        if plan.heals:
+            membership.record("healing", sources=list(plan.sources))
+        healed = self._healer.run(plan, offer.records, self.lineage, self._settle)
+        if self._links.inner is not None:
+            self._links.agree(torch.zeros(1, dtype=torch.int64), inside=True)
+        if healed is not None:
+            self._progress.healed(healed.bytes)
+            membership.record("healed", bytes=healed.bytes, seconds=healed.seconds)
+            logger.info(
+                "healed to version %s: %.1f MB in %.3f s (%.2f GB/s) from %s",
+                plan.version,
+                healed.bytes / 1e6,
+                healed.seconds,
+                healed.bytes / max(healed.seconds, 1e-9) / 1e9,
+                ", ".join(healed.sources),
+            )
+        elif plan.heals:
+            membership.record("settled")
+
+    def _count(self, failed: str) -> None:
+        """Give up when the same members fail again and again."""
+        limit = self._settings.max_retries
+        if self._own_failures > limit:
+            raise self._give_up(f"this member itself failed {self._own_failures} times in a row: {failed}")
+        if failed:
+            self._failures_in_a_row += 1
+        if self._failures_in_a_row > limit:
+            raise self._give_up(f"a step failed {self._failures_in_a_row} times in a row: {failed}")
+
+    def _give_up(self, why: str) -> StepFailed:
+        self.say_goodbye(planned=False, how=f"gave up: {why}")
+        return StepFailed(f"{self._settings.replica_id}: {why} (max_retries={self._settings.max_retries})")
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def leave(self, *, planned: bool) -> None:
+        """Say goodbye and end training here, in order.
+
+        Raises:
+            Left: always.
+        """
+        why = self.leaving or self._inbox.leave or "asked to leave"
+        self.say_goodbye(planned=planned)
+        logger.info("left the job at step %d: %s", self.lineage.version.step, why)
+        raise Left(f"left the job in order ({why})")
+
+    def say_goodbye(self, *, planned: bool, how: str = "left") -> None:
+        """Tell the keeper that the end of this process is no death, and wait until etcd knows."""
+        self._progress.mark(Phase.LEAVING)
+        self.membership.record("left")
+        self._keeper.send(GoodbyeKeeper(version=self.lineage.version, how=how, planned=planned))
+        self._inbox.wait_gone(self._settings.lease_ttl)
+
+    def close(self) -> None:
+        """End the last epoch: see that the others have read the last vote, then say goodbye."""
+        if self.committing:
+            self.finish(None)
+        self._in_step = False
+        self._reformer.close()
+        membership = self.membership
+        if membership.epoch is not None and membership.error is None:
+            membership.farewell()
+        membership.leave(planned=False)
+        self.say_goodbye(planned=False)
