@@ -1,0 +1,66 @@
+"""What every transport offers: publish a state, fetch a state.
+
+Knows nothing of sockets, and nothing of who decides which peer is a source or what a version means: a
+version is an opaque string that names one state, and all sources of a fetch hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a fetch has come."""
+
+    version: str
+    bytes_done: int
+    """Bytes received and verified."""
+    bytes_total: int
+    num_sources: int
+    """Sources that have not failed."""
+    elapsed_s: float
+
+
+class Transport(Protocol):
+    """Moves one state at a time from the processes that publish it to those that fetch it."""
+
+    @property
+    def address(self) -> str:
+        """Return the name under which others find this transport as a source."""
+        ...
+
+    def publish(self, version: str, state: object) -> None:
+        """Serve the memory of the state's live tensors, without a copy, until `withdraw`."""
+        ...
+
+    def withdraw(self) -> None:
+        """Stop serving; return once nobody reads the live memory any more. Idempotent."""
+        ...
+
+    def fetch(
+        self,
+        sources: Sequence[str],
+        version: str,
+        into: object,
+        *,
+        deadline_s: float,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> object:
+        """Receive a state in place into the tensors of `into` and return the whole state.
+
+        Names, shapes and dtypes are compared with `into` before anything is written. Tensors that
+        `into` lacks (optimizer state not yet created) are allocated. After an error the tensors of
+        `into` may be partly overwritten, except after `StateMismatch`.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Make a fetch in flight in another thread fail at once with `TransportAborted`."""
+        ...
+
+    def close(self) -> None:
+        """Withdraw, abort and free all sockets and threads."""
+        ...

@@ -1,0 +1,163 @@
+"""The HTTP transport: a server for the state that this process publishes, and fetches from others.
+
+Wires `server.py`, `publication.py` and `fetch.py` together; decides only defaults.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from transport.api import Progress
+from transport.encoded import encode
+from transport.errors import TransportAborted, TransportError
+from transport.fetch import Fetch, Settings
+from transport.link import Link
+from transport.manifest import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
+from transport.publication import Board, Publication
+from transport.server import Limits, Server
+from transport.staging import wait_for_device
+
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+class HTTPTransport:
+    """Serve and fetch states over HTTP/1.1; see `api.Transport` for the methods.
+
+    Parameters
+    ----------
+    token: the secret that all members share; it goes with every request.
+    bind, port: where to listen; port 0 takes a free one.
+    advertise: the host name or `host:port` by which others reach this process, if it is not `bind`.
+    streams: connections of one fetch, spread over its sources (at least one to each).
+    chunk_bytes: bytes per checksum.
+    stall_s: silence after which a source's extent is given to others.
+    drain_s: how long `withdraw` lets answers in flight go on before it cuts them off.
+    server_ssl, client_ssl: contexts for TLS; with `server_ssl` the address begins with `https`.
+    """
+
+    def __init__(
+        self,
+        *,
+        token: str,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        streams: int = 4,
+        chunk_bytes: int = DEFAULT_CHUNK,
+        stall_s: float = 3.0,
+        drain_s: float = 0.5,
+        server_ssl: ssl.SSLContext | None = None,
+        client_ssl: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        if not token or not token.isascii() or not token.isprintable() or token != token.strip():
+            raise ValueError("the token must be printable ASCII and must not be empty")
+        if not MIN_CHUNK <= chunk_bytes <= MAX_CHUNK:
+            raise ValueError(f"chunk_bytes must be between {MIN_CHUNK} and {MAX_CHUNK}, not {chunk_bytes}")
+        if streams < 1 or stall_s <= 0 or drain_s < 0:
+            raise ValueError("streams and stall_s must be positive, drain_s must not be negative")
+        if advertise is None and bind in _WILDCARDS:
+            raise ValueError(
+                f"when bound to {bind!r}, say with `advertise` by which host name others reach it"
+            )
+        self._token, self._chunk_bytes, self._drain_s = token, chunk_bytes, drain_s
+        self._streams, self._stall_s, self._client_ssl = streams, stall_s, client_ssl
+        self._board = Board()
+        self._lock = threading.Lock()
+        self._fetches: set[Fetch] = set()
+        self._closed = False
+        self._server = Server(
+            self._board, token, bind=bind, port=port, limits=limits or Limits(), tls=server_ssl
+        )
+        scheme = "http" if server_ssl is None else "https"
+        self._address = f"{scheme}://{_netloc(advertise or bind, self._server.port)}"
+
+    @property
+    def address(self) -> str:
+        """Return the URL under which others find this transport as a source."""
+        return self._address
+
+    def publish(self, version: str, state: object) -> None:
+        """Serve the memory of the state's live tensors, without a copy, until `withdraw`."""
+        self._check_open()
+        self.withdraw()
+        encoded = encode(state, version=version, chunk_bytes=self._chunk_bytes)
+        for device in encoded.devices:
+            wait_for_device(device)  # what is queued on them belongs to the state
+        self._board.put(Publication(encoded))
+
+    def withdraw(self) -> None:
+        """Stop serving; return once nobody reads the live memory any more. Idempotent."""
+        before = self._board.put(None)
+        if before is not None:
+            before.withdraw(self._drain_s)
+
+    def fetch(
+        self,
+        sources: Sequence[str],
+        version: str,
+        into: object,
+        *,
+        deadline_s: float,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> object:
+        """Receive a state in place into the tensors of `into` and return the whole state.
+
+        A source that has published nothing yet is waited for; one that serves another version is not.
+        """
+        settings = Settings(
+            token=self._token, make_link=self._make_link, streams=self._streams, stall_s=self._stall_s
+        )
+        fetch = Fetch(sources, version, into, settings, deadline_s=deadline_s, progress=progress)
+        with self._lock:
+            if self._closed:
+                raise TransportError("this transport is closed")
+            self._fetches.add(fetch)
+        try:
+            return fetch.run()
+        finally:
+            with self._lock:
+                self._fetches.discard(fetch)
+
+    def abort(self) -> None:
+        """Make a fetch in flight in another thread fail at once with `TransportAborted`."""
+        with self._lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.abort(TransportAborted(f"the fetch of version {fetch.version!r} was aborted"))
+
+    def close(self) -> None:
+        """Withdraw, abort and free all sockets and threads. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.abort()
+        self.withdraw()
+        self._board.close()
+        self._server.close()
+
+    def __enter__(self) -> HTTPTransport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_link(self, address: str, check: Callable[[], None]) -> Link:
+        return Link(address, self._token, tls=self._client_ssl, stall_s=self._stall_s, check=check)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("this transport is closed")
+
+
+def _netloc(host: str, port: int) -> str:
+    host = host.rpartition("://")[2].rstrip("/")
+    if host.startswith("[") or host.count(":") == 1:
+        return host if host.rpartition("]")[2].count(":") else f"{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

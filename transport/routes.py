@@ -1,0 +1,252 @@
+"""Decide what a request is answered with.
+
+Knows no sockets: a request goes in, a response comes out, whose body is a range of live memory or a few
+bytes. All routes are under `/v1/<version>/`, the version percent-encoded:
+
+    manifest[?hashes=0|1]    the description of the state, see `manifest.py`
+    hashes?first=a&last=b    checksums of chunks a up to b, 16 bytes each
+    state.safetensors        the whole state as a file
+    data                     its data section alone: the same bytes at the same offsets at all sources
+
+`?wait=s` on any of them waits up to `s` seconds for a state to be published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import xxhash
+
+from transport.publication import Board, Publication
+from transport.staging import HostReader
+from transport.wire import BadHead, parse_head
+
+MAX_WAIT_S: Final = 30.0
+MAX_HASHES: Final = 4096
+CHECKSUM: Final = "x-checksum-xxh3-128"
+"""Header of a response: checksum of its body, where no chunk's checksum covers it."""
+
+REASONS: Final = {
+    200: "OK", 206: "Partial Content", 304: "Not Modified", 400: "Bad Request", 401: "Unauthorized",
+    404: "Not Found", 405: "Method Not Allowed", 412: "Precondition Failed",
+    416: "Range Not Satisfiable", 431: "Request Header Fields Too Large", 503: "Service Unavailable",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The parts of a request that matter here."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+
+    @property
+    def keep_alive(self) -> bool:
+        """Say whether the client may send another request on this connection."""
+        return self.headers.get("connection", "").lower() != "close"
+
+
+@dataclass(slots=True)
+class Response:
+    """What to answer; `views` (if set) reads the memory of `publication`, otherwise `body` is sent."""
+
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    length: int = -1
+    publication: Publication | None = None
+    views: Callable[[HostReader], Iterator[memoryview]] | None = None
+    close: bool = False
+
+    @property
+    def content_length(self) -> int:
+        """Return the number of bytes in the body."""
+        return len(self.body) if self.length < 0 else self.length
+
+
+def parse_request(raw: bytes) -> Request:
+    """Read the head of a request; raise `BadHead` for anything that this server does not accept."""
+    first, headers = parse_head(raw)
+    parts = first.split(" ")
+    if len(parts) != 3 or parts[2] not in ("HTTP/1.1", "HTTP/1.0") or not parts[1].startswith("/"):
+        raise BadHead("malformed request line")
+    if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+        raise BadHead("a request must not have a body")
+    if parts[2] == "HTTP/1.0":
+        headers["connection"] = "close"
+    url = urlsplit(parts[1])
+    try:
+        query = {k: v[-1] for k, v in parse_qs(url.query, max_num_fields=16).items()}
+    except ValueError as error:
+        raise BadHead("malformed query") from error
+    return Request(parts[0], url.path, query, headers)
+
+
+def authorized(request: Request, token: str) -> bool:
+    """Compare the token of a request with ours, in constant time."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Digests, so that not even the length of the token can be measured.
+    ours = hashlib.sha256(token.encode()).digest()
+    theirs = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()
+    return hmac.compare_digest(ours, theirs) and scheme.lower() == "bearer"
+
+
+def error(status: int, message: str, *, close: bool = False, **extra: str | None) -> Response:
+    """Return a response that says in JSON what is wrong."""
+    body = json.dumps({"error": message, **extra}).encode()
+    return Response(status, {"Content-Type": "application/json"}, body, close=close)
+
+
+def respond(request: Request, token: str, board: Board, reader: HostReader) -> Response:
+    """Answer a request. May raise `Withdrawn`."""
+    if not authorized(request, token):
+        return error(401, "the token is missing or wrong", close=True)
+    if request.method not in ("GET", "HEAD"):
+        response = error(405, "only GET and HEAD are allowed", close=True)
+        response.headers["Allow"] = "GET, HEAD"
+        return response
+    parts = request.path.split("/")
+    if len(parts) != 4 or parts[:2] != ["", "v1"]:
+        return error(404, "no such path; try /v1/<version>/manifest")
+    version, what = unquote(parts[2]), parts[3]
+    route = _ROUTES.get(what)
+    if route is None:
+        return error(404, "no such path; try /v1/<version>/manifest")
+    publication = board.wait(_wait_s(request))
+    if publication is None:
+        return error(404, "nothing is published", latest=None)
+    if publication.version != version:
+        return error(412, "another version is published", latest=publication.version)
+    return route(request, publication, reader)
+
+
+def _wait_s(request: Request) -> float:
+    try:
+        wait_s = float(request.query.get("wait", "0"))
+    except ValueError:
+        return 0.0
+    return min(wait_s, MAX_WAIT_S) if wait_s > 0 else 0.0
+
+
+def _manifest(request: Request, publication: Publication, reader: HostReader) -> Response:
+    asked = request.query.get("hashes", "1")
+    with publication.reading(lambda: None):
+        raw = publication.manifest(hashes={"0": False, "1": True}.get(asked), reader=reader)
+    headers = {"Content-Type": "application/json", CHECKSUM: xxhash.xxh3_128_hexdigest(raw)}
+    return Response(200, headers, raw)
+
+
+def _hashes(request: Request, publication: Publication, reader: HostReader) -> Response:
+    total = publication.encoded.manifest.num_chunks
+    try:
+        first, last = int(request.query.get("first", "0")), int(request.query.get("last", str(total)))
+    except ValueError:
+        return error(400, "first and last must be numbers")
+    if not 0 <= first <= last <= total or last - first > MAX_HASHES:
+        return error(400, f"ask for at most {MAX_HASHES} of the chunks 0 to {total}")
+    with publication.reading(lambda: None):
+        raw = publication.hashes(first, last, reader)
+    headers = {"Content-Type": "application/octet-stream", CHECKSUM: xxhash.xxh3_128_hexdigest(raw)}
+    return Response(200, headers, raw)
+
+
+def _data(request: Request, publication: Publication, reader: HostReader) -> Response:
+    encoded = publication.encoded
+    return _ranged(
+        request, publication, encoded.manifest.etag, encoded.size, lambda a, b, r: encoded.views(a, b, r)
+    )
+
+
+def _file(request: Request, publication: Publication, reader: HostReader) -> Response:
+    encoded = publication.encoded
+    header = encoded.header
+
+    def views(start: int, end: int, reader: HostReader) -> Iterator[memoryview]:
+        if start < len(header):
+            yield memoryview(header)[start:end]
+        if end > len(header):
+            yield from encoded.views(max(0, start - len(header)), end - len(header), reader)
+
+    return _ranged(request, publication, encoded.file_etag, len(header) + encoded.size, views)
+
+
+_ROUTES: Final[dict[str, Callable[[Request, Publication, HostReader], Response]]] = {
+    "manifest": _manifest,
+    "hashes": _hashes,
+    "data": _data,
+    "state.safetensors": _file,
+}
+
+
+def _ranged(
+    request: Request,
+    publication: Publication,
+    etag: str,
+    size: int,
+    views: Callable[[int, int, HostReader], Iterator[memoryview]],
+) -> Response:
+    """Answer with a range of bytes, or all of them, under the conditions of RFC 9110."""
+    headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+    given = request.headers
+    if "if-match" in given and not _lists(given["if-match"], etag):
+        response = error(412, "the content differs from the one expected", latest=publication.version)
+        response.headers["ETag"] = headers["ETag"]
+        return response
+    if "if-none-match" in given and _lists(given["if-none-match"].replace("W/", ""), etag):
+        return Response(304, headers)
+    start, end, status = 0, size, 200
+    spec = given.get("range")
+    if (
+        spec is not None
+        and request.method == "GET"
+        and given.get("if-range", headers["ETag"]) == headers["ETag"]
+    ):
+        wanted = parse_range(spec, size)
+        if wanted is not None and not wanted:
+            response = error(416, f"there are {size} bytes")
+            response.headers["Content-Range"] = f"bytes */{size}"
+            return response
+        if wanted is not None:
+            start, end = wanted
+            status = 206
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    return Response(
+        status,
+        headers,
+        length=end - start,
+        publication=publication,
+        views=lambda reader: views(start, end, reader),
+    )
+
+
+def _lists(condition: str, etag: str) -> bool:
+    return condition.strip() == "*" or f'"{etag}"' in (tag.strip() for tag in condition.split(","))
+
+
+def parse_range(spec: str, size: int) -> tuple[int, int] | tuple[()] | None:
+    """Return start and end of a single range, () if it lies outside, None if it is to be ignored."""
+    unit, _, span = spec.partition("=")
+    first, dash, last = span.strip().partition("-")
+    if unit.strip().lower() != "bytes" or not dash or "," in span or len(span) > 40:
+        return None
+    first, last = first.strip(), last.strip()
+    if any(text and not (text.isascii() and text.isdecimal()) for text in (first, last)):
+        return None
+    if not first:
+        if not last:
+            return None
+        count = min(int(last), size)
+        return (size - count, size) if count else ()
+    start = int(first)
+    end = size if not last else int(last) + 1
+    if end <= start and last:
+        return None
+    return (start, min(end, size)) if start < size else ()
