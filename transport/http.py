@@ -28,7 +28,8 @@ class HTTPTransport:
 
     Parameters
     ----------
-    token: the secret that all members share; it goes with every request.
+    token: the secret that all members share; it goes with every request. A callable is asked each time, for a
+        secret that is known only later: until then (empty) every request is refused.
     bind, port: where to listen; port 0 takes a free one.
     advertise: the host name or `host:port` by which others reach this process, if it is not `bind`.
     streams: connections of one fetch, spread over its sources (at least one to each).
@@ -41,7 +42,7 @@ class HTTPTransport:
     def __init__(
         self,
         *,
-        token: str,
+        token: str | Callable[[], str],
         bind: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
@@ -53,8 +54,8 @@ class HTTPTransport:
         client_ssl: ssl.SSLContext | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if not token or not token.isascii() or not token.isprintable() or token != token.strip():
-            raise ValueError("the token must be printable ASCII and must not be empty")
+        if isinstance(token, str):
+            _check_token(token)
         if not MIN_CHUNK <= chunk_bytes <= MAX_CHUNK:
             raise ValueError(f"chunk_bytes must be between {MIN_CHUNK} and {MAX_CHUNK}, not {chunk_bytes}")
         if streams < 1 or stall_s <= 0 or drain_s < 0:
@@ -63,14 +64,15 @@ class HTTPTransport:
             raise ValueError(
                 f"when bound to {bind!r}, say with `advertise` by which host name others reach it"
             )
-        self._token, self._chunk_bytes, self._drain_s = token, chunk_bytes, drain_s
+        self._token: Callable[[], str] = (lambda: token) if isinstance(token, str) else token
+        self._chunk_bytes, self._drain_s = chunk_bytes, drain_s
         self._streams, self._stall_s, self._client_ssl = streams, stall_s, client_ssl
         self._board = Board()
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
         self._server = Server(
-            self._board, token, bind=bind, port=port, limits=limits or Limits(), tls=server_ssl
+            self._board, self._token, bind=bind, port=port, limits=limits or Limits(), tls=server_ssl
         )
         scheme = "http" if server_ssl is None else "https"
         self._address = f"{scheme}://{_netloc(advertise or bind, self._server.port)}"
@@ -108,8 +110,10 @@ class HTTPTransport:
 
         A source that has published nothing yet is waited for; one that serves another version is not.
         """
+        token = self._token()
+        _check_token(token)
         settings = Settings(
-            token=self._token, make_link=self._make_link, streams=self._streams, stall_s=self._stall_s
+            token=token, make_link=self._make_link, streams=self._streams, stall_s=self._stall_s
         )
         fetch = Fetch(sources, version, into, settings, deadline_s=deadline_s, progress=progress)
         with self._lock:
@@ -149,11 +153,16 @@ class HTTPTransport:
         self.close()
 
     def _make_link(self, address: str, check: Callable[[], None]) -> Link:
-        return Link(address, self._token, tls=self._client_ssl, stall_s=self._stall_s, check=check)
+        return Link(address, self._token(), tls=self._client_ssl, stall_s=self._stall_s, check=check)
 
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError("this transport is closed")
+
+
+def _check_token(token: str) -> None:
+    if not token or not token.isascii() or not token.isprintable() or token != token.strip():
+        raise ValueError("the token must be printable ASCII and must not be empty")
 
 
 def _netloc(host: str, port: int) -> str:

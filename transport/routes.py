@@ -93,6 +93,8 @@ def parse_request(raw: bytes) -> Request:
 def authorized(request: Request, token: str) -> bool:
     """Compare the token of a request with ours, in constant time."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if not token:
+        return False  # not known yet
     # Digests, so that not even the length of the token can be measured.
     ours = hashlib.sha256(token.encode()).digest()
     theirs = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()

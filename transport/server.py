@@ -16,7 +16,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from transport import wire
@@ -46,7 +46,7 @@ class Server:
     def __init__(
         self,
         board: Board,
-        token: str,
+        token: Callable[[], str],
         *,
         bind: str,
         port: int,
@@ -191,7 +191,7 @@ class _Connection:
             self._send(error(431 if "long" in str(err) else 400, str(err), close=True), head_only=False)
             return False
         try:
-            response = respond(request, server._token, server._board, self._reader)
+            response = respond(request, server._token(), server._board, self._reader)
             if response.status != 401:
                 self.authorized = True
             if not request.keep_alive:
