@@ -19,9 +19,10 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from ftkit.errors import ConfigError, EtcdUnavailable
 from ftkit.keeper.etcd import Etcd, EtcdSettings
@@ -249,80 +250,120 @@ class EtcdCluster:
             server.kill()
 
 
+def embedded_dir() -> Path:
+    """Return where the embedded etcd of this user and machine keeps its data."""
+    return Path(tempfile.gettempdir()) / f"ftkit-etcd-{os.getuid()}"
+
+
 class Embedded:
     """The etcd that `FTKIT_ETCD=embedded` means: one server per data dir, shared by all who name that dir.
 
-    The first to enter starts it; the others find its address in the dir. Who started it ends it (unless
-    `keep`), and without `data_dir` the data goes with it.
+    The first to enter starts it, the others find its address in the dir, the last to leave ends it and (but
+    for a `data_dir` of the user's own) deletes the data. A context manager.
     """
 
-    def __init__(self, data_dir: str | os.PathLike[str] | None = None, *, keep: bool = False) -> None:
+    def __init__(self, data_dir: str | os.PathLike[str] | None = None) -> None:
         self._temporary = data_dir is None
-        self.data_dir = Path(tempfile.mkdtemp(prefix="ftkit-etcd-") if data_dir is None else data_dir)
-        self._keep = keep
-        self._server: EtcdServer | None = None
+        self.data_dir = embedded_dir() if data_dir is None else Path(data_dir)
+        self._users: IO[str] | None = None
         self.endpoints: tuple[str, ...] = ()
         self.started = False
         """Whether it was us who started the server."""
 
     def __enter__(self) -> Embedded:
         self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        address = self.data_dir / "address.json"
-        with (self.data_dir / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two processes that start at once must not start two servers
-            url = _running(address)
+        if self.data_dir.stat().st_uid != os.getuid():
+            raise ConfigError(f"{self.data_dir} belongs to another user; remove it or name another data dir")
+        with self._locked():
+            self._users = (self.data_dir / "users").open("w")
+            fcntl.flock(self._users, fcntl.LOCK_SH)  # held as long as we use the server
+            url = _running(self.data_dir)
             if url is None:
-                self._server = EtcdServer(data_dir=self.data_dir / "data", durable=not self._temporary)
-                known = _read(address)
-                if known is not None and not any(_accepts(known[k]) for k in ("client_port", "peer_port")):
-                    # Whoever still looks for the last one finds this one at the same place.
-                    self._server.client_port = known["client_port"]
-                    self._server.peer_port = known["peer_port"]
-                self._server.start()
-                self.started = True
-                url = self._server.url
-                assert self._server.process is not None
-                address.write_text(
-                    json.dumps(
-                        {
-                            "pid": self._server.process.pid,
-                            "client_port": self._server.client_port,
-                            "peer_port": self._server.peer_port,
-                        }
-                    )
-                )
+                url = self._start()
         self.endpoints = (url,)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._server is not None and not self._keep:
-            self._server.stop()
-        if self._temporary and not (self.started and self._keep):
-            shutil.rmtree(self.data_dir, ignore_errors=True)
+        users, self._users = self._users, None
+        if users is None:
+            return
+        with self._locked(), users:
+            try:
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return  # somebody else still uses it
+            _stop(self.data_dir)
+            if self._temporary:
+                shutil.rmtree(self.data_dir / "data", ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Two processes that start at once must not start two servers."""
+        with (self.data_dir / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _start(self) -> str:
+        server = EtcdServer(data_dir=self.data_dir / "data", durable=not self._temporary)
+        known = _read(self.data_dir)
+        if known is not None and not any(_accepts(known[k]) for k in ("client_port", "peer_port")):
+            # Whoever still looks for the last one finds this one at the same place.
+            server.client_port, server.peer_port = known["client_port"], known["peer_port"]
+        server.start()
+        self.started = True
+        assert server.process is not None, "it was started"
+        ports = {"client_port": server.client_port, "peer_port": server.peer_port}
+        (self.data_dir / "address.json").write_text(json.dumps({"pid": server.process.pid, **ports}))
+        _left_running.append(server)
+        return server.url
 
 
-def _read(address: Path) -> dict[str, int] | None:
+_left_running: list[EtcdServer] = []
+"""Servers whose end may be another process's business; kept, so that no one complains of a lost child."""
+
+
+def _read(data_dir: Path) -> dict[str, int] | None:
+    """Return the pid and the ports of the server that was last started in a dir."""
     try:
-        content = json.loads(address.read_text())
+        content = json.loads((data_dir / "address.json").read_text())
         return {k: int(content[k]) for k in ("pid", "client_port", "peer_port")}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _running(address: Path) -> str | None:
-    """Return the URL of the server that the file tells of, if it is alive and is an etcd."""
-    known = _read(address)
-    if known is None:
-        return None
+def _is_ours(data_dir: Path, pid: int) -> bool:
+    """Say whether a pid is the etcd of this dir, and not some process that got its number since."""
     try:
-        command = Path(f"/proc/{known['pid']}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return None
-    if str(address.parent / "data").encode() not in command or not _accepts(known["client_port"]):
+        return False
+    return str(data_dir / "data").encode() in command
+
+
+def _running(data_dir: Path) -> str | None:
+    """Return the URL of the dir's server, if it is alive."""
+    known = _read(data_dir)
+    if known is None or not _is_ours(data_dir, known["pid"]) or not _accepts(known["client_port"]):
         return None
     return f"http://127.0.0.1:{known['client_port']}"
+
+
+def _stop(data_dir: Path) -> None:
+    """End the dir's server, whoever started it."""
+    known = _read(data_dir)
+    if known is None or not _is_ours(data_dir, known["pid"]):
+        return
+    for server in [s for s in _left_running if s.process is not None and s.process.pid == known["pid"]]:
+        _left_running.remove(server)
+        server.stop()
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(known["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + 5.0
+    while _is_ours(data_dir, known["pid"]) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _accepts(port: int) -> bool:

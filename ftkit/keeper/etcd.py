@@ -247,11 +247,17 @@ class Etcd:
         response = self.link.call(_keep_alive_once, request, repeatable=True, timeout_s=timeout_s)
         return float(max(0, response.TTL))
 
-    def revoke(self, lease: int) -> None:
+    def time_to_live(self, lease: int) -> float:
+        """Return the seconds that a lease still has, without renewing it; 0 when it is gone."""
+        request = rpc.LeaseTimeToLiveRequest(ID=lease)
+        response = self.link.call(lambda c: c.leasestub.LeaseTimeToLive, request, repeatable=True)
+        return float(max(0, response.TTL))
+
+    def revoke(self, lease: int, *, timeout_s: float | None = None) -> None:
         """Give a lease back; its keys vanish. One that is gone already is fine."""
         request = rpc.LeaseRevokeRequest(ID=lease)
         try:
-            self.link.call(lambda client: client.leasestub.LeaseRevoke, request, repeatable=True)
+            self.link.call(lambda c: c.leasestub.LeaseRevoke, request, repeatable=True, timeout_s=timeout_s)
         except LeaseLost:
             return
 
@@ -260,6 +266,11 @@ class Etcd:
     def status(self) -> tuple[EtcdStatus, ...]:
         """Ask each server how it is, in parallel to nothing: at most `timeout_s` for each."""
         return tuple(_status(self.settings, str(e)) for e in self.settings.parsed())
+
+    def version(self) -> str:
+        """Return the version of the server that the connection leads to."""
+        response = self.link.call(lambda c: c.maintenancestub.Status, rpc.StatusRequest(), repeatable=True)
+        return str(response.version)
 
     def compact(self, revision: int) -> None:
         """Drop the history before a revision."""

@@ -187,8 +187,7 @@ class Link:
         elif code is grpc.StatusCode.UNAVAILABLE and len(self.settings.endpoints) > 1:
             # Also the answer of a member that has lost its leader: another may have one.
             self.replace(client)
-        elif not isinstance(error, EtcdUnavailable):
-            self.heard = time.monotonic()
+        # A refusal is no word from the cluster (I3): a server that is cut off refuses a token, too.
         return error
 
     # -- the channel -------------------------------------------------------------------------------

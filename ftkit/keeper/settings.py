@@ -9,6 +9,7 @@ import dataclasses
 import urllib.parse
 from typing import NamedTuple
 
+from ftkit.config import Settings
 from ftkit.errors import ConfigError
 
 DEFAULT_PORT = 2379
@@ -93,3 +94,16 @@ class EtcdSettings:
     def tls(self) -> bool:
         """Say whether the connection is encrypted."""
         return self.parsed()[0].scheme == "https"
+
+
+def etcd_settings(settings: Settings, *, timeout_s: float = 5.0) -> EtcdSettings:
+    """Return the part of a process's settings that says how to reach etcd."""
+    return EtcdSettings(
+        endpoints=settings.etcd,
+        ca_cert=settings.etcd_ca_cert or "",
+        cert=settings.etcd_cert or "",
+        key=settings.etcd_key or "",
+        user=settings.etcd_username or "",
+        password=settings.etcd_password or "",
+        timeout_s=timeout_s,
+    )

@@ -93,13 +93,13 @@ class Watch:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End the watch; no callback comes after this returns (unless it is called from one)."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the watch; with `wait`, no callback comes after this returns (unless it is called from one)."""
         self._closed.set()
         with self._lock:
             if self._call is not None:
                 self._call.cancel()
-        if threading.current_thread() is not self._thread:
+        if wait and threading.current_thread() is not self._thread:
             self._thread.join(self.etcd.settings.timeout_s + 5.0)
 
     # -- the thread --------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Watch:
 
     def _failed(self, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not self._closed.is_set():
             level = logging.WARNING if state.attempt_number == 1 else logging.DEBUG
             log.log(level, "the watch of %s was interrupted: %s", self.start, error)
             self._on_trouble(error)

@@ -144,6 +144,11 @@ class Connection:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
+    def abandon(self) -> None:
+        """Let go of the socket without ending the connection: another process (our parent) uses it."""
+        self._closed = True
+        self._sock.close()
+
     @property
     def closed(self) -> bool:
         """Say whether this side has closed the connection."""

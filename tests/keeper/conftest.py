@@ -1,0 +1,190 @@
+"""Real replica groups without tensors: rank processes, their keepers, and an etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftkit.keeper.etcd import Etcd, EtcdSettings
+from ftkit.keeper.keys import JobKeys
+
+SCRIPT = Path(__file__).parent / "rank_process.py"
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 15.0, what: str = "") -> Any:
+    """Poll until the condition holds and return its value."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
+        time.sleep(0.01)
+
+
+class Rank:
+    """One rank's process."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.setup = setup
+        self.seen: list[dict[str, Any]] = []
+        self._news: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+        self._write(setup)
+
+    def _write(self, line: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(line).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError):
+            for line in self.process.stdout:
+                self._news.put(json.loads(line))
+
+    def do(self, *command: Any) -> None:
+        self._write(command)
+
+    def wait(self, kind: str, timeout_s: float = 15.0, **like: Any) -> dict[str, Any]:
+        """Return the next report of a kind (and with these values), skipping others."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                report = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {kind} within {timeout_s} s; seen: {self.seen[-8:]}") from None
+            self.seen.append(report)
+            value = report["value"]
+            if report["kind"] == kind and all(value.get(k) == v for k, v in like.items()):
+                return report
+
+    def epoch(self, timeout_s: float = 15.0) -> dict[str, Any]:
+        return self.wait("EpochOffer", timeout_s)["value"]["epoch"]
+
+    def keeper_pid(self) -> int:
+        self.do("keeper")
+        return int(self.wait("keeper")["value"])
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+class World:
+    """Starts groups of one job against one etcd and looks into it."""
+
+    def __init__(self, job: str, *urls: str) -> None:
+        self.job = job
+        self.urls = urls
+        self.keys = JobKeys(job)
+        self.ranks: list[Rank] = []
+        self.etcd = Etcd(EtcdSettings(endpoints=urls))
+
+    def start(
+        self,
+        name: str,
+        *,
+        rank: int = 0,
+        incarnation: str | None = None,
+        more: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Rank:
+        base = {
+            "etcd": ",".join(self.urls),
+            "job": self.job,
+            "replica_id": name,
+            "lease_ttl": 2,
+            "gather_window": 0.3,
+            "freeze_grace": 1.0,
+            "group_rank": rank,
+        }
+        if settings.get("group_world_size", 1) > 1:
+            base |= {"master_addr": "127.0.0.1", "master_port": 1}
+        started = Rank(
+            {
+                "settings": base | settings,
+                "rank": rank,
+                "incarnation": incarnation or uuid.uuid4().hex,
+                **(more or {}),
+            }
+        )
+        self.ranks.append(started)
+        return started
+
+    def get(self, key: str) -> Any:
+        kv = self.etcd.get(key)
+        return None if kv is None else json.loads(kv.value)
+
+    def member(self, name: str) -> Any:
+        return self.get(self.keys.member_of(name))
+
+    def train(self, *names: str, **settings: Any) -> list[Rank]:
+        """Start groups and bring them into one epoch."""
+        ranks = [self.start(n, **settings) for n in names]
+        for r in ranks:
+            r.wait("Welcome")
+            r.do("want", [0, 0], "")
+        for r in ranks:
+            assert [s[0] for s in r.epoch()["seats"]] == sorted(names)
+        return ranks
+
+    def close(self) -> None:
+        keepers = [r.setup["incarnation"] for r in self.ranks]
+        for r in self.ranks:
+            r.close()
+        self.etcd.close()
+        wait_until(
+            lambda: not [p for i in keepers for p in keepers_of(i)], 20, "keepers end after their ranks"
+        )
+
+
+def keepers_of(incarnation: str) -> list[str]:
+    """The progress file lives as long as the keeper."""
+    return [str(p) for p in Path("/dev/shm").glob(f"ftkit-progress-{incarnation}")]
+
+
+@pytest.fixture
+def world(etcd_url: str, job: str) -> Iterator[World]:
+    with contextlib.closing(World(job, etcd_url)) as world:
+        yield world
+
+
+@pytest.fixture
+def own_world(own_etcd: Any, job: str) -> Iterator[World]:
+    with contextlib.closing(World(job, own_etcd.url)) as world:
+        yield world
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
