@@ -93,7 +93,7 @@ class Settings:
     )
     token: str | None = _setting(
         "secret shared by the members of the job; better as a variable, since flags show in `ps`",
-        values.read_text,
+        values.read_secret,
         shown="made by the first member",
         secret=True,
     )

@@ -39,6 +39,14 @@ def read_text(raw: object) -> str:
     return raw
 
 
+def read_secret(raw: object) -> str:
+    """Read a secret that can stand in a line of HTTP: printable ASCII, no space at either end."""
+    text = read_text(raw)
+    if not text.isascii() or text != text.strip():
+        raise ValueError("must be printable ASCII without space at either end")
+    return text
+
+
 def read_name(raw: object) -> str:
     """Read a name that can be part of a key: no slash, no whitespace, not too long."""
     text = read_text(raw)

@@ -154,6 +154,14 @@ def test_secrets_show_neither_in_repr_nor_in_errors():
     assert "s3cret" not in refusal({"FTKIT_TOKEN": "s3cret\x00"})
 
 
+@pytest.mark.parametrize("bad", ["s\u00e9cret", "secret ", " secret", ""])
+def test_a_token_that_could_not_stand_in_a_header_is_refused_and_not_shown(bad):
+    """The transport sends it with every request; better to hear of it now."""
+    text = refusal(token=bad)
+    assert text.startswith("token:")
+    assert "cret" not in text
+
+
 @pytest.mark.parametrize("name", ["job", "replica_id"])
 @pytest.mark.parametrize("bad", ["a/b", "a b", "a\tb", "a\x00", "", "x" * 101, "a\u2028b", 3])
 def test_names_that_would_break_a_key_are_refused(name, bad):
