@@ -6,6 +6,8 @@ It begins with the last epochs of the job's history and the groups that are ther
 from __future__ import annotations
 
 import argparse
+import functools
+import logging
 import queue
 import time
 from collections.abc import Sequence
@@ -61,9 +63,12 @@ def run(args: argparse.Namespace) -> int:
     def changes(events: Sequence[WatchEvent], _revision: int) -> None:
         inbox.put([moment for e in events for moment in timeline.changed(e.key, e.value)])
 
+    # Interruptions are told below, once each, and not by the library as well.
+    logging.getLogger("ftkit.keeper").addHandler(logging.NullHandler())
     with open_etcd(settings) as etcd:
         etcd.get(prefix)  # an etcd that refuses us ends the command; one that goes away later does not
-        with Watch(etcd, prefix, prefix_end(prefix), listing, changes, on_trouble=inbox.put):
+        word = functools.partial(inbox.put, [])  # tells that etcd is there, also when nothing has changed
+        with Watch(etcd, prefix, prefix_end(prefix), listing, changes, word, inbox.put):
             _print_until(inbox, args)
     return 0
 

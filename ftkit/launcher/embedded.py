@@ -35,8 +35,8 @@ def embedded_etcd(guardian: Guardian) -> Iterator[str]:
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
     """Let SIGTERM unwind the stack, where by default it would end the process and leave etcd behind."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {n: signal.signal(n, _exit) for n in numbers}
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]  # nohup means it
+    before = {n: signal.signal(n, _exit) for n in (signal.SIGTERM, *hangup)}
     try:
         yield
     finally:

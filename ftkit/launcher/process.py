@@ -12,7 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from ftkit.launcher import guardian
@@ -37,6 +38,21 @@ def die_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return before_exec
+
+
+def reap_adopted(own: Container[int]) -> None:
+    """Collect ended processes that this one has inherited as the first process of a container.
+
+    Keepers outlive their trainer; whose parent is gone falls to process 1, and stays a zombie unless it is
+    waited for.
+    """
+    if os.getpid() != 1:
+        return
+    with contextlib.suppress(OSError):
+        children = Path("/proc/self/task/1/children").read_text().split()
+        for pid in (int(c) for c in children):
+            if pid not in own:
+                os.waitpid(pid, os.WNOHANG)
 
 
 class RankProcess:
@@ -134,6 +150,12 @@ class Guardian:
     def run(self) -> str:
         """The mark that every process of the run carries in its environment."""
         return self._run
+
+    @property
+    def own(self) -> set[int]:
+        """The pids that this process waits for itself: the guardian, and those it was told of."""
+        told = {int(line.partition(" ")[2]) for line in self._told if not line.startswith("dir ")}
+        return told if self._process is None else {*told, self._process.pid}
 
     def tell(self, line: str) -> None:
         """Make `session <pid>`, `pid <pid>` or `dir <path>` known to the guardian."""

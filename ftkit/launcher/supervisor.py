@@ -32,7 +32,7 @@ from ftkit.launcher.group import (
 )
 from ftkit.launcher.output import Console, LineWriter
 from ftkit.launcher.ports import free_port
-from ftkit.launcher.process import Guardian, RankProcess
+from ftkit.launcher.process import Guardian, RankProcess, reap_adopted
 from ftkit.launcher.spec import LaunchSpec, rank_environment
 
 logger = logging.getLogger(__name__)
@@ -201,6 +201,7 @@ class Supervisor:
                 del group.ranks[rank]
                 self._feed(group, RankExited(rank, code), now)
         self._guardian.check()
+        reap_adopted(self._guardian.own)
 
     def _take_signals(self, fd: int) -> None:
         for number in os.read(fd, 4096):
@@ -224,7 +225,9 @@ class Supervisor:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
-        before = {n: signal.signal(n, _noted) for n in (*_STOP_SIGNALS, signal.SIGCHLD)}
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # then a hangup is no reason to stop
+        wanted = [n for n in _STOP_SIGNALS if not (nohup and n == signal.SIGHUP)]
+        before = {n: signal.signal(n, _noted) for n in (*wanted, signal.SIGCHLD)}
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._selector.register(reader, selectors.EVENT_READ, None)
         try:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from ftkit.core.model import Epoch, JobConfig, Record, Seat, Ticket, Version
+from ftkit.keeper.embedded import EtcdServer
 from ftkit.keeper.etcd import Etcd, EtcdSettings
 from tests.cli.conftest import Start, eventually
 
@@ -92,6 +93,21 @@ def test_watch_tells_what_happens(
     assert [json.loads(line)["event"] for line in run.out] == ["joined", "epoch", "vanished"]
 
 
+def test_watch_outlives_an_etcd_that_goes_away(start: Start, own_etcd: EtcdServer) -> None:
+    run = start("watch", "--etcd", own_etcd.url)
+    with Etcd(EtcdSettings(endpoints=(own_etcd.url,))) as etcd:
+        etcd.put("/ftkit/default/members/t0", msgspec.json.encode(record("t0")))
+        run.says("t0 is live")
+        own_etcd.stop()
+        run.says("trying again")
+        own_etcd.start()
+        run.says("etcd answers again")
+        etcd.put("/ftkit/default/members/t1", msgspec.json.encode(record("t1")))
+        run.says("t1 is live")
+    assert sum("t0 is live" in line for line in run.out) == 1
+    assert not run.err
+
+
 def test_watch_ends_when_asked_to(start: Start, where: tuple[str, ...]) -> None:
     assert start("watch", "--for", "0.2", *where).wait() == 0
 
@@ -146,13 +162,13 @@ def test_a_request_that_nobody_heeds_is_withdrawn(
     assert etcd.get(f"/ftkit/{job}/control/evict/t0") is None
 
 
-@pytest.mark.parametrize("command", [("status",), ("watch",), ("drain", "t0")])
-def test_without_etcd_a_command_says_so_in_one_line(start: Start, command: tuple[str, ...]) -> None:
-    run = start(*command, "--etcd", "http://127.0.0.1:1")
-    assert run.wait() == 1
-    assert len(run.err) == 1
-    assert "no etcd server at http://127.0.0.1:1 can be reached" in run.err[0]
-    assert "ftkit doctor" in run.err[0]
+def test_without_etcd_a_command_says_so_in_one_line(start: Start) -> None:
+    runs = [start(*c, "--etcd", "http://127.0.0.1:1") for c in (("status",), ("watch",), ("drain", "t0"))]
+    for run in runs:
+        assert run.wait() == 1
+        assert len(run.err) == 1
+        assert "no etcd server at http://127.0.0.1:1 can be reached" in run.err[0]
+        assert "ftkit doctor" in run.err[0]
 
 
 def test_a_wrong_setting_is_one_line_and_code_2(start: Start) -> None:

@@ -17,6 +17,7 @@ from ftkit.config import Settings
 from ftkit.errors import EtcdNoSpace
 from ftkit.keeper.embedded import EtcdServer
 from ftkit.keeper.etcd import Etcd, EtcdSettings, EtcdStatus
+from ftkit.keeper.link import rpc
 from tests.cli.conftest import Start
 
 NO_TORCH = "--no-torch"
@@ -173,6 +174,30 @@ def test_troubles_with_certificates_are_told_apart(start: Start, certificates: P
             code, text = expected[words]
             assert run.wait() == code, run.text
             assert text in run.text
+
+
+def test_a_missing_or_wrong_user_is_told_from_an_etcd_that_is_down(
+    start: Start, own_etcd: EtcdServer
+) -> None:
+    with Etcd(EtcdSettings(endpoints=(own_etcd.url,))) as etcd:
+        client, _ = etcd.link.client()
+        auth = rpc.AuthStub(client.channel)
+        auth.UserAdd(rpc.AuthUserAddRequest(name="root", password="right"))
+        auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"))
+        auth.AuthEnable(rpc.AuthEnableRequest())
+    expected = {
+        "root:right": (0, "etcd write: keys under /ftkit/ can be written"),
+        "root:wrong": (1, "check the password of root"),
+        "": (1, "this etcd wants a user"),
+    }
+    runs = {
+        user: start("doctor", NO_TORCH, "--etcd", own_etcd.url, env={"ETCDCTL_USER": user})
+        for user in expected
+    }
+    for user, run in runs.items():
+        code, text = expected[user]
+        assert run.wait() == code, run.text
+        assert text in run.text
 
 
 def test_the_address_must_be_ours_and_lead_back_to_us() -> None:

@@ -190,6 +190,19 @@ def test_no_process_outlives_a_killed_launch(start: Start, script: Path) -> None
     eventually(lambda: not [pid for pid in pids(run) if alive(pid)], "the end of all processes", 10)
 
 
+def test_after_nohup_a_hangup_is_no_reason_to_stop(start: Start, script: Path) -> None:
+    write(script, "print('ready'); time.sleep(0.5); print('done')")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as from nohup
+    try:
+        run = start("launch", "--groups", 1, *NO_ETCD, "--", script)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.says("[trainer-0] ready")
+    run.signal(signal.SIGHUP)
+    assert run.wait() == 0
+    assert "[trainer-0] done" in run.out
+
+
 def guardians_of(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(c) for c in children if b"guardian.py" in Path(f"/proc/{c}/cmdline").read_bytes()]
@@ -226,6 +239,9 @@ def test_modules_and_commands_can_be_launched(start: Start, tmp_path: Path) -> N
         run = start("launch", "--groups", 1, *NO_ETCD, *words)
         assert run.wait() == 0
         assert run.out == ["[trainer-0] module -x"]
+    run = start("launch", "--groups", 1, *NO_ETCD, "my_train.py", "--groups", "5")
+    assert run.wait() == 0
+    assert run.out == ["[trainer-0] module --groups 5"], "after the program all flags are its own"
     run = start("launch", "--groups", 1, *NO_ETCD, "--", "sh", "-c", "echo $FTKIT_REPLICA_ID; exit 0")
     assert run.wait() == 0
     assert run.out == ["[trainer-0] trainer-0"]
@@ -279,6 +295,13 @@ time.sleep(float(sys.argv[1]))
         assert run.wait() == {signal.SIGTERM: 143, signal.SIGKILL: -9}[how]
     eventually(lambda: not list(tmp_path.glob("ftkit-etcd-*")), "the end of etcd's data", 10)
     eventually(lambda: not etcds_below(tmp_path), "the end of etcd", 10)
+
+
+def test_asking_for_embedded_in_words_needs_no_explanation(start: Start) -> None:
+    run = start("launch", "--groups", 1, "--", "sh", "-c", "echo $FTKIT_ETCD", env={"FTKIT_ETCD": "embedded"})
+    assert run.wait() == 0
+    assert run.out[0].startswith("[trainer-0] http://127.0.0.1:")
+    assert "neither" not in run.text
 
 
 def etcds_below(folder: Path) -> list[int]:
