@@ -236,7 +236,7 @@ def _report(
     return make_report(
         story,
         recoveries,
-        all_checks(story, replicas, director, recoveries),
+        all_checks(story, replicas, recoveries),
         trouble=trouble,
         replicas=replicas,
         seed=args.seed,

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftkit.config import EMBEDDED, Settings, child_environment
+from ftkit.config import DEFAULT_ENDPOINT, EMBEDDED, Settings, child_environment
 from ftkit.config import add_arguments as add_settings
 from ftkit.errors import ConfigError
 from ftkit.launcher.embedded import embedded_etcd
@@ -192,4 +192,5 @@ def _spec(args: argparse.Namespace, settings: Settings) -> LaunchSpec:
 
 def _status_command(settings: Settings, url: str) -> str:
     job = "" if settings.job == "default" else f" --job {settings.job}"
-    return f"ftkit status --etcd {url}{job}"
+    etcd = "" if url == f"http://{DEFAULT_ENDPOINT}" else f" --etcd {url}"
+    return f"ftkit status{etcd}{job}"
