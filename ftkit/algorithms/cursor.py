@@ -1,7 +1,8 @@
-"""Move a replicated position through a stream of samples: forward on commit, and only then.
+"""Move a replicated place through a stream of samples: forward on commit, and only then.
 
-The position is part of the state that a healing member receives. It knows nothing of datasets, workers
-or tensors; the arithmetic is in `stream`.
+The place is part of the state that a healing member receives. It follows from the state before, from who
+began the step and who committed it, which all members see alike. It knows nothing of datasets, workers or
+tensors; the arithmetic is in `stream`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from ftkit.algorithms.protocols import DataManager
-from ftkit.algorithms.stream import Draw, Stream
+from ftkit.algorithms.stream import Draw, Place, Stream
 from ftkit.errors import ConfigError, JobMismatch
 
 __all__ = ["Cursor"]
@@ -40,15 +41,17 @@ class Cursor:
             raise ConfigError(f"group rank {group_rank} is not within a group of {group_world_size}")
         self.stream = stream
         self.batch_size = batch_size
-        self.position = 0
-        """How many samples have been trained on, in committed steps, by the whole job."""
+        self.place = Place()
+        """What the whole job has trained on, in committed steps."""
         self.draws: list[Draw] = []
         """What this rank has drawn in the current step; after the vote, until the next draw, in the last."""
         self._manager = manager
         self._group_rank = group_rank
         self._ranks = group_world_size
         self._name = name
-        self._drawn_in = 0
+        self._begun_by: tuple[str, ...] = ()
+        self._voted_by: tuple[str, ...] | None = None
+        """The members of a vote that failed; one in doubt may turn out to be won, in another epoch."""
         self._voted = False
         self._pending = False
         manager.register_state_dict_fn(name, self.load_state_dict, self.state_dict)
@@ -58,7 +61,7 @@ class Cursor:
     @property
     def finished(self) -> bool:
         """Whether every sample of the stream has been committed."""
-        return self._is_end(self.position)
+        return self.place.ended(self.stream.total)
 
     def draw(self) -> Draw | None:
         """Start the step if need be and take this rank's part of the next global batch.
@@ -70,24 +73,23 @@ class Cursor:
         if self.finished:
             return None
         self._manager.start_step()
-        if self.draws and not self._voted and self._drawn_in != self._manager.epoch:
-            # The step was given up without a vote, for instance by an exception in the training loop.
-            self.rewind()
-        start = self._head()
-        if self._is_end(start):
+        start = self.draws[-1].after if self.draws and not self._voted else self.place
+        if start.ended(self.stream.total):
             return None
         if self._voted:
-            self.draws, self._voted = [], False
-        drawn = Draw(
-            start=start,
+            self.draws, self._voted, self._voted_by = [], False, None
+        # Not who is a member now: that may change in the middle of a step, and not for all at once.
+        self._begun_by = self._manager.step_members()
+        drawn = Draw.at(
+            start,
             batch_size=self.batch_size,
-            shares=self._manager.num_participants() * self._ranks,
-            share=self._manager.participating_rank() * self._ranks + self._group_rank,
+            shares=len(self._begun_by) * self._ranks,
+            share=self._begun_by.index(self._manager.replica_id) * self._ranks + self._group_rank,
             ranks=self._ranks,
             total=self.stream.total,
         )
         self.draws.append(drawn)
-        self._drawn_in, self._pending = self._manager.epoch, True
+        self._pending = True
         if drawn.short:
             # All replicas see the same short batch, so all of them set a weight in this step.
             self._manager.set_weight(float(sum(d.weight for d in self.draws)))
@@ -101,7 +103,8 @@ class Cursor:
     def state_dict(self) -> dict[str, object]:
         """Return the place in the stream, and what the stream is made of."""
         return {
-            "position": self.position,
+            "position": self.place.position,
+            "holes": [list(span) for span in self.place.holes],
             "length": self.stream.length,
             "shuffle": self.stream.shuffle,
             "seed": self.stream.seed,
@@ -131,22 +134,23 @@ class Cursor:
                 self.batch_size,
                 state.get("batch_size"),
             )
-        self.position = state["position"]
-        self.draws, self._voted, self._pending = [], False, False
-
-    def _is_end(self, position: int) -> bool:
-        return self.stream.total is not None and position >= self.stream.total
-
-    def _head(self) -> int:
-        """Return the position at which the next draw begins."""
-        return self.draws[-1].stop if self.draws and not self._voted else self.position
+        holes = tuple((int(start), int(stop)) for start, stop in state.get("holes", ()))
+        self.place = Place(state["position"], holes)
+        self.draws, self._voted, self._voted_by, self._pending = [], False, None, False
 
     def _commit(self) -> None:
-        # An abort keeps what was drawn: when the vote was in doubt and turns out to have been passed, or
-        # when the loop tries the same batch again, that batch is what this commit has trained on.
         if self._pending:
-            self.position = self.draws[-1].stop
-        self._voted, self._pending = True, False
+            voters = self._manager.members() if self._voted_by is None else self._voted_by
+            unused = [
+                span
+                for draw in self.draws
+                for rank, replica_id in enumerate(self._begun_by)
+                if replica_id not in voters
+                for span in draw.of_replica(rank)
+            ]
+            self.place = self.draws[-1].after.without(unused)
+        self._voted, self._pending, self._voted_by = True, False, None
 
     def _abort(self) -> None:
-        self._voted = True
+        # What was drawn is kept: if the vote was in doubt and turns out to be won, it has been trained on.
+        self._voted, self._voted_by = True, self._manager.members()

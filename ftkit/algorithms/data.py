@@ -35,17 +35,17 @@ class _Source:
         After the vote and until the next batch is drawn, those of the step just voted on. Empty for a
         rank that found no sample left in the last batch.
         """
-        return [i for draw in self._cursor.draws for i in self._stream.indices(draw.positions)]
+        return [i for draw in self._cursor.draws for i in self._stream.indices(draw.mine)]
 
     @property
-    def position(self) -> int:
+    def num_trained(self) -> int:
         """How many samples the job has trained on, in committed steps of all replicas together."""
-        return self._cursor.position
+        return self._cursor.place.num_trained
 
     @property
     def epoch(self) -> int:
-        """The data epoch (pass over the dataset) of the next sample, counted from 0."""
-        return self._cursor.position // self._stream.length
+        """The data epoch (pass over the dataset) of the next new sample, counted from 0."""
+        return self._cursor.place.position // self._stream.length
 
     @property
     def finished(self) -> bool:

@@ -150,7 +150,7 @@ class Prefetcher:
         if self._running is None:
             orders.ordered.clear()
             orders.upcoming = draw
-            self._generator.manual_seed(mixed(self._stream.seed, draw.start, draw.share))
+            self._generator.manual_seed(mixed(self._stream.seed, draw.loaded[0][0], draw.share))
             self._running = iter(self._loader)
             stale = 0
         elif orders.ordered and orders.ordered[0] == draw:

@@ -11,7 +11,14 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["DataManager", "GradientManager", "PendingWork", "StateManager", "StepManager"]
+__all__ = [
+    "DataManager",
+    "GradientManager",
+    "PendingWork",
+    "StateManager",
+    "StepManager",
+    "VoteManager",
+]
 
 
 class PendingWork(Protocol):
@@ -20,8 +27,8 @@ class PendingWork(Protocol):
     def wait(self) -> object:
         """Block until the tensor holds its result; an error is kept for the vote, not raised."""
 
-    def get_future(self) -> torch.futures.Future[object]:
-        """Return a future that completes with the collective, also when it failed."""
+    def get_future(self) -> torch.futures.Future[torch.Tensor]:
+        """Return a future of the reduced tensor, which completes also when the collective fails."""
 
 
 class StateManager(Protocol):
@@ -36,20 +43,26 @@ class StateManager(Protocol):
 class GradientManager(Protocol):
     """The part of the manager that averages gradients."""
 
+    def declare_model(self, module: torch.nn.Module, name: str = "") -> None:
+        """Let the job know the model, so that a replica with another one is refused."""
+
     def start_step(self) -> None:
         """Enter the step: be in an epoch and healed. Does nothing when the step has already begun."""
 
     def allreduce(self, tensor: torch.Tensor, *, average: bool = True) -> PendingWork:
         """Sum (or average) the tensor over the replicas, in place and asynchronously."""
 
-    def report_error(self, e: Exception) -> None:
-        """Make this step's vote fail."""
+    def reduce_bucket(
+        self, buffer: torch.Tensor, restore: Callable[[], None] | None, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average one bucket of a backward pass, in place and asynchronously.
 
-    def errored(self) -> Exception | None:
-        """Return the first error of this step."""
+        The futures of all its buckets complete together, failed or not. `restore` puts this replica's own
+        gradients back into the buffer, so that they can be averaged again without a member that died.
+        """
 
 
-class StepManager(Protocol):
+class StepManager(StateManager, Protocol):
     """The part of the manager that closes a step."""
 
     def start_step(self) -> None:
@@ -61,31 +74,41 @@ class StepManager(Protocol):
     def finish_step(self, error: BaseException | None = None) -> None:
         """Say that the committed step has been applied, or what went wrong while it was."""
 
+    def register_update(self, fn: Callable[[], None]) -> None:
+        """Give the function that applies the gradients at hand when a vote in doubt turns out to be won."""
+
+    def drop_gradients(self) -> None:
+        """Say that the last step's gradients are gone."""
+
     def current_step(self) -> int:
-        """Return the number of committed steps."""
+        """Return the number of committed steps, one that is being applied included."""
 
 
-class DataManager(StateManager, Protocol):
-    """The part of the manager that tells a data stream who takes which samples."""
-
-    @property
-    def epoch(self) -> int:
-        """The id of the current epoch."""
-
-    def start_step(self) -> None:
-        """Enter the step: be in an epoch and healed. Does nothing when the step has already begun."""
-
-    def num_participants(self) -> int:
-        """Return how many replicas take part in this step."""
-
-    def participating_rank(self) -> int:
-        """Return this replica's rank among them."""
-
-    def set_weight(self, w: float) -> None:
-        """Set this replica's weight in the averages of this step."""
+class VoteManager(StateManager, Protocol):
+    """The part of the manager that tells how a vote ended."""
 
     def on_commit(self, fn: Callable[[], None]) -> None:
         """Have `fn` called whenever a step has been committed and applied."""
 
     def on_abort(self, fn: Callable[[], None]) -> None:
         """Have `fn` called whenever a vote has failed."""
+
+
+class DataManager(VoteManager, Protocol):
+    """The part of the manager that tells a data stream who takes which samples."""
+
+    @property
+    def replica_id(self) -> str:
+        """The name of this replica group."""
+
+    def start_step(self) -> None:
+        """Enter the step: be in an epoch and healed. Does nothing when the step has already begun."""
+
+    def step_members(self) -> tuple[str, ...]:
+        """Return the replica groups that began the running step, in the order of their ranks."""
+
+    def members(self) -> tuple[str, ...]:
+        """Return the members now; in a hook after a commit, those who have committed."""
+
+    def set_weight(self, w: float) -> None:
+        """Set this replica's weight in the averages of this step."""

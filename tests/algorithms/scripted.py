@@ -7,7 +7,10 @@ No tensors travel here; what needs collectives is tested over gloo.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
+
+_names = itertools.count()
 
 
 class ScriptedManager:
@@ -15,9 +18,12 @@ class ScriptedManager:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.rank = -1
+        self.replica_id = f"replica-{next(_names):06d}"
         self.step = 0
-        self.epoch = 0
+        self.in_step = False
+        self._begun_by: tuple[str, ...] = ()
+        self.updates: list[Callable[[], None]] = []
+        self.dropped = 0
         self.weight: float | None = None
         self.starts = 0
         self.finished_with: list[BaseException | None] = []
@@ -39,13 +45,23 @@ class ScriptedManager:
 
     def start_step(self) -> None:
         self.starts += 1
+        if self.in_step:
+            return
         self._world.admit(self)
+        self._begun_by = self.members()
+        self.in_step = True
 
-    def num_participants(self) -> int:
-        return len(self._world.members)
+    def step_members(self) -> tuple[str, ...]:
+        return self._begun_by
 
-    def participating_rank(self) -> int:
-        return self.rank
+    def members(self) -> tuple[str, ...]:
+        return tuple(m.replica_id for m in self._world.members)
+
+    def register_update(self, fn: Callable[[], None]) -> None:
+        self.updates.append(fn)
+
+    def drop_gradients(self) -> None:
+        self.dropped += 1
 
     def current_step(self) -> int:
         return self.step
@@ -66,12 +82,12 @@ class ScriptedManager:
 
     def commit(self) -> None:
         self.step += 1
-        self.weight = None
+        self.weight, self.in_step = None, False
         for fn in self._on_commit:
             fn()
 
     def abort(self) -> None:
-        self.weight = None
+        self.weight, self.in_step = None, False
         for fn in self._on_abort:
             fn()
 
@@ -86,21 +102,22 @@ class World:
 
     def __init__(self, num_members: int = 0) -> None:
         self.members: list[ScriptedManager] = []
-        self._epoch = 0
         self._waiting: set[ScriptedManager] = set()
         self.form([ScriptedManager(self) for _ in range(num_members)])
 
     def form(self, members: list[ScriptedManager]) -> None:
         """Begin an epoch; each member enters it, healed, in its next `start_step`."""
-        self.members = members
-        self._epoch += 1
+        self.members = sorted(members, key=lambda m: m.replica_id)
         self._waiting = set(members)
+
+    def lose(self, manager: ScriptedManager) -> None:
+        """A member dies in the middle of a step, which the others go on with."""
+        self.members = [m for m in self.members if m is not manager]
 
     def admit(self, manager: ScriptedManager) -> None:
         if manager not in self._waiting:
             return
         self._waiting.discard(manager)
-        manager.rank, manager.epoch, manager.weight = self.members.index(manager), self._epoch, None
         source = max(self.members, key=lambda m: m.step)
         if source.step > manager.step:
             manager.heal_from(source)

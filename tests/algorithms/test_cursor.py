@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftkit.algorithms.cursor import Cursor
-from ftkit.algorithms.stream import Stream
+from ftkit.algorithms.stream import Place, Stream
 from ftkit.errors import ConfigError, JobMismatch
 
 from .scripted import ScriptedManager, World
@@ -24,46 +24,61 @@ class Replica:
         self.cursor = Cursor(self.manager, self.stream, batch_size=batch_size)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(batch_size=st.integers(1, 5), data=st.data())
 def test_each_sample_counts_once_through_any_sequence_of_faults(batch_size: int, data: st.DataObject) -> None:
-    """Joins, deaths, failed votes and accumulation in any order: two data epochs give each sample twice."""
+    """Joins, deaths, failed votes, salvaged steps, accumulation, in any order."""
     world = World()
     live = [Replica(world, batch_size) for _ in range(data.draw(st.integers(1, 3)))]
     world.form([r.manager for r in live])
     trained: Counter[int] = Counter()
     for _ in range(400):
-        drawn: list[int] = []
-        weights: list[float | None] = []
-        sizes: list[int] = []
-        for _ in range(data.draw(st.integers(1, 2))):
+        event = data.draw(st.sampled_from(["commit", "commit", "abort", "death", "salvage", "doubt", "join"]))
+        dying = data.draw(st.sampled_from(live)) if len(live) > 1 else None
+        when = data.draw(st.integers(0, 2))
+        for r in live:
+            if not r.cursor.finished:
+                r.manager.start_step()
+        for k in range(data.draw(st.integers(1, 2))):
+            if event == "salvage" and dying is not None and k == when:
+                world.lose(dying.manager)
+                live = [r for r in live if r is not dying]
             draws = [r.cursor.draw() for r in live]
             assert len({d is None for d in draws}) == 1, "all replicas end together"
-            for r, d in zip(live, draws, strict=True):
-                if d is not None:
-                    drawn += r.stream.indices(d.positions)
-        if not drawn:
+        if not live[0].cursor.draws or live[0].cursor.finished:
             break
-        sizes = [sum(len(d.positions) for d in r.cursor.draws) for r in live]
+        drawn = [[i for d in r.cursor.draws for i in r.stream.indices(d.mine)] for r in live]
         weights = [r.manager.weight for r in live]
-        assert weights == [None] * len(live) or weights == sizes
+        assert weights == [None] * len(live) or weights == [len(d) for d in drawn]
         if weights == [None] * len(live):
-            assert len(set(sizes)) == 1, "unequal shares must be weighted"
-        event = data.draw(st.sampled_from(["commit", "commit", "abort", "death", "join", "give up"]))
-        if event in ("commit", "join"):
-            trained.update(drawn)
+            assert len({len(d) for d in drawn}) == 1, "unequal shares must be weighted"
+        if event == "salvage" and dying is not None and dying in live:
+            world.lose(dying.manager)
+            drawn.pop(live.index(dying))
+            live.remove(dying)
+        if event in ("abort", "death"):
             for r in live:
-                r.manager.commit()
-            if event == "join" and len(live) < 4:
-                live.insert(data.draw(st.integers(0, len(live))), Replica(world, batch_size))
-                world.form([r.manager for r in live])
+                r.manager.abort()
+            if event == "death" and dying is not None:
+                live.remove(dying)
         else:
-            if event != "give up":
-                for r in live:
+            trained.update(i for d in drawn for i in d)
+            for r in live:
+                if event == "doubt" and r is dying:
                     r.manager.abort()
-            if event == "death" and len(live) > 1:
-                live.pop(data.draw(st.integers(0, len(live) - 1)))
-            world.form([r.manager for r in live])
+                else:
+                    r.manager.commit()
+            if event == "doubt" and dying is not None:
+                # Another one dies, and in the epoch without it the step turns out to be committed.
+                gone = data.draw(st.sampled_from(live))
+                live = [r for r in live if r is not gone or r is dying]
+                world.form([r.manager for r in live])
+                dying.manager.commit()
+            if event == "join" and len(live) < 4:
+                live.append(Replica(world, batch_size))
+        live.sort(key=lambda r: r.manager.replica_id)
+        assert len({r.cursor.place for r in live if r.manager.step}) <= 1, "the place is replicated state"
+        world.form([r.manager for r in live])
     assert all(r.cursor.finished for r in live)
     assert trained == Counter(dict.fromkeys(range(LENGTH), 2))
 
@@ -77,7 +92,7 @@ def two(batch_size: int = 2, epochs: int | None = None) -> tuple[World, list[Cur
 
 def taken(cursors: list[Cursor]) -> list[list[int]]:
     draws = [c.draw() for c in cursors]
-    return [list(d.positions) for d in draws if d is not None]
+    return [[p for start, stop in d.mine for p in range(start, stop)] for d in draws if d is not None]
 
 
 def test_a_commit_in_doubt_that_turns_out_passed_moves_the_cursor() -> None:
@@ -87,21 +102,43 @@ def test_a_commit_in_doubt_that_turns_out_passed_moves_the_cursor() -> None:
     world.members[0].commit()
     world.members[1].abort()
     world.members[1].commit()
-    assert [c.position for c in cursors] == [4, 4]
+    assert [c.place.position for c in cursors] == [4, 4]
     assert taken(cursors) == [[4, 5], [6, 7]]
 
 
-def test_a_loop_that_tries_the_same_batch_again_does_not_lose_its_place() -> None:
+def test_a_step_without_a_draw_moves_nothing() -> None:
     world, cursors = two()
     taken(cursors)
+    for _ in range(2):
+        for m in world.members:
+            m.commit()
+    assert [c.place.position for c in cursors] == [4, 4]
+
+
+def test_the_samples_of_a_member_that_died_in_the_step_come_first_in_the_next() -> None:
+    """The survivors commit the step without it; what it had been given is still to be done."""
+    world, cursors = two()
+    taken(cursors)
+    world.lose(world.members[0])
+    world.members[0].commit()
+    assert cursors[1].place == Place(4, ((0, 2),))
+    assert cursors[1].place.num_trained == 2
+    assert taken(cursors[1:]) == [[0, 1]]
+    joined = Cursor(ScriptedManager(world), Stream(10, shuffle=False), batch_size=2)
+    joined.load_state_dict(cursors[1].state_dict())
+    assert joined.place == cursors[1].place
+
+
+def test_a_member_that_leaves_in_mid_step_does_not_move_the_shares_of_later_draws() -> None:
+    """Some replicas draw before they hear of the death, some after; their shares must not overlap."""
+    world, cursors = two()
     for m in world.members:
-        m.abort()
-    for m in world.members:
-        m.commit()
-    assert [c.position for c in cursors] == [4, 4]
-    for m in world.members:
-        m.commit()
-    assert [c.position for c in cursors] == [4, 4], "a step without a draw moves nothing"
+        m.start_step()
+    survivor = world.members[1]
+    world.lose(world.members[0])
+    assert taken(cursors[1:]) == [[2, 3]]
+    survivor.commit()
+    assert cursors[1].place == Place(4, ((0, 2),))
 
 
 def test_a_finished_stream_starts_no_step() -> None:
@@ -119,8 +156,8 @@ def test_a_rank_without_a_sample_gets_a_stand_in_of_no_weight() -> None:
     world = World(3)
     cursors = [Cursor(m, Stream(2, shuffle=False, epochs=1), batch_size=4) for m in world.members]
     draws = [c.draw() for c in cursors]
-    assert [len(d.positions) for d in draws if d] == [1, 1, 0]
-    assert [list(d.loaded) for d in draws if d] == [[0], [1], [0]]
+    assert [d.mine for d in draws if d] == [((0, 1),), ((1, 2),), ()]
+    assert [d.loaded for d in draws if d] == [((0, 1),), ((1, 2),), ((0, 1),)]
     assert [m.weight for m in world.members] == [1.0, 1.0, 0.0]
 
 
@@ -149,8 +186,8 @@ def test_the_state_of_another_stream_is_refused() -> None:
             b.load_state_dict({**a.state_dict(), key: value})
     with pytest.raises(JobMismatch, match="not a place"):
         b.load_state_dict([1])
-    b.load_state_dict({**a.state_dict(), "position": 7, "batch_size": 3})
-    assert b.position == 7
+    b.load_state_dict({**a.state_dict(), "position": 7, "holes": [[2, 4]], "batch_size": 3})
+    assert b.place == Place(7, ((2, 4),))
 
 
 def test_impossible_settings_are_refused() -> None:

@@ -58,7 +58,7 @@ def test_the_sampler_drives_a_torch_data_loader() -> None:
             seen.update(batch[:, 0].tolist())
             m.commit()
     assert seen == Counter(dict.fromkeys(range(10), 2))
-    assert all(s.finished and s.position == 20 and s.epoch == 2 for s in samplers)
+    assert all(s.finished and s.num_trained == 20 and s.epoch == 2 for s in samplers)
 
 
 def test_a_sampler_read_ahead_is_noticed() -> None:
@@ -99,12 +99,17 @@ def test_membership_and_votes_decide_what_is_loaded_and_the_guess_does_not(num_w
         assert run(loader, first, [True, False, True]) == [[0, 1], [2, 3], [2, 3]]
         second = ScriptedManager(world)
         other = DataLoader(second, Squares(24), 2, shuffle=False, epochs=1)
-        world.form([second, first])
+        world.form([first, second])
         mine, theirs = next(iter(loader)), next(iter(other))
-        assert (mine[:, 0].tolist(), theirs[:, 0].tolist()) == ([6, 7], [4, 5])
+        assert (mine[:, 0].tolist(), theirs[:, 0].tolist()) == ([4, 5], [6, 7])
         first.abort()
         world.form([first])
-        assert run(loader, first, [True] * 20)[:2] == [[4, 5], [6, 7]]
+        assert run(loader, first, [True, True]) == [[4, 5], [6, 7]]
+        world.form([first, second])
+        assert next(iter(loader))[:, 0].tolist() == [8, 9]
+        world.lose(second)
+        first.commit()
+        assert run(loader, first, [True] * 20)[:2] == [[10, 11], [12, 13]]
         assert loader.finished
         assert list(loader) == []
 
