@@ -13,11 +13,12 @@ from types import TracebackType
 from transport.api import Progress
 from transport.encoded import encode
 from transport.errors import TransportAborted, TransportError
-from transport.fetch import Fetch, Settings
+from transport.fetch import Fetch
 from transport.link import Link
 from transport.manifest import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from transport.publication import Board, Publication
 from transport.server import Limits, Server
+from transport.session import Settings
 from transport.staging import wait_for_device
 
 _WILDCARDS = ("", "0.0.0.0", "::")
@@ -113,7 +114,10 @@ class HTTPTransport:
         token = self._token()
         _check_token(token)
         settings = Settings(
-            token=token, make_link=self._make_link, streams=self._streams, stall_s=self._stall_s
+            make_link=self._make_link,
+            streams=self._streams,
+            stall_s=self._stall_s,
+            report_chunks=progress is not None,
         )
         fetch = Fetch(sources, version, into, settings, deadline_s=deadline_s, progress=progress)
         with self._lock:

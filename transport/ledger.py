@@ -33,14 +33,6 @@ class _Chunk:
     verified: bool = False
 
 
-@dataclass(slots=True)
-class Bad:
-    """A chunk whose checksum was wrong, and who sent it."""
-
-    chunk: int
-    suppliers: set[str]
-
-
 class Ledger:
     """Which bytes are still to be fetched, which have come, and which chunks are verified."""
 
@@ -117,14 +109,14 @@ class Ledger:
         chunk.verified = True
         self.num_verified += 1
 
-    def reject(self, number: int) -> Bad:
+    def reject(self, number: int) -> set[str]:
         """Queue a chunk again whose digest was wrong; return who had sent it."""
         chunk = self._chunks[number]
         suppliers = chunk.suppliers
         start, end = self.bounds(number)
         chunk.missing, chunk.digest, chunk.suppliers = end - start, None, set()
         self.give_back(start, end, suppliers)
-        return Bad(number, suppliers)
+        return suppliers
 
     def next_unknown(self, limit: int) -> tuple[int, int] | None:
         """Return a run of at most `limit` chunks whose right digests are not known yet."""

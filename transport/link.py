@@ -80,6 +80,7 @@ class Link:
             infos = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise Lost(f"its name cannot be resolved: {error}") from error
+        self._check()
         failure: Lost | None = None
         for family, kind, proto, _, target in infos:
             sock = socket.socket(family, kind, proto)
@@ -87,10 +88,7 @@ class Link:
             try:
                 self._connect(sock, target, deadline)
                 if self._tls is not None:
-                    sock.settimeout(self._stall_s)
-                    sock = self._tls.wrap_socket(sock, server_hostname=self._host)
-                    self._sock = sock
-                    sock.settimeout(None)
+                    sock = self._shake_hands(sock, self._tls)
                 wire.set_recv_timeout(sock, SLICE_S)
                 wire.set_send_timeout(sock, self._stall_s)
                 return
@@ -102,6 +100,16 @@ class Link:
                 self.close()
                 raise
         raise failure or Lost("its name has no address")
+
+    def _shake_hands(self, sock: socket.socket, tls: ssl.SSLContext) -> socket.socket:
+        sock.settimeout(self._stall_s)
+        secure = tls.wrap_socket(sock, server_hostname=self._host, do_handshake_on_connect=False)
+        self._sock = secure  # before the handshake, so that it can be cut
+        if self._cut:
+            raise Lost("the connection was cut here")
+        secure.do_handshake()
+        secure.settimeout(None)
+        return secure
 
     def _connect(self, sock: socket.socket, target: tuple[object, ...], deadline: float) -> None:
         wire.set_options(sock)

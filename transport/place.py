@@ -195,7 +195,7 @@ class Plan:
                 bases.setdefault(tensor.data_ptr() - entry.offset, []).append((index, tensor))
         for base, members in bases.items():
             spans = []
-            for index, tensor in members:
+            for index, _ in members:
                 entry = self.manifest.tensors[index]
                 if is_gapless(entry.shape, entry.strides):
                     spans.append((entry.offset, entry.offset + entry.nbytes_spanned))

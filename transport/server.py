@@ -167,8 +167,10 @@ class _Connection:
             wire.set_send_timeout(self.sock, server._limits.stall_s)
             if server._tls is not None:
                 self.sock.settimeout(server._limits.head_s)
-                self.sock = server._tls.wrap_socket(self.sock, server_side=True)
-                self.sock.settimeout(None)
+                secure = server._tls.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
+                self.sock = secure
+                secure.do_handshake()
+                secure.settimeout(None)
             while self._serve_one():
                 pass
         except (OSError, wire.Stalled, ValueError) as err:

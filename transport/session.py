@@ -1,0 +1,213 @@
+"""What the threads of one fetch share: the sources and how they behave, the ledger, the end.
+
+Decides when a source is given up and what becomes of a chunk once its checksum is known. Opens no
+connection itself. `Session.changed` guards all fields.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from transport.errors import ChecksumError, SourceError
+from transport.ledger import Ledger
+from transport.link import Link
+from transport.manifest import Manifest
+from transport.place import Plan
+
+log = logging.getLogger(__name__)
+
+MAX_BAD: Final = 2
+"""Chunks with a wrong checksum after which a source is asked no more."""
+END_WAIT_S: Final = 5.0
+
+
+class Over(Exception):
+    """The fetch is over, for whatever reason; its threads end."""
+
+
+@dataclass(slots=True)
+class Source:
+    """What is known of one source during a fetch."""
+
+    address: str
+    turn: int
+    ready: bool = False
+    """It has shown that it holds the version, in the reference's layout."""
+    dead: SourceError | None = None
+    last: str = "not asked yet"
+    num_lost: int = 0
+    num_stalls: int = 0
+    num_bad: int = 0
+    audit_failures: int = 0
+    idle: int = 0
+    """Workers that have nothing to do."""
+    bytes_received: int = 0
+    busy_s: float = 0.0
+    resume_at: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second and connection, while busy; 0 when not known."""
+        return self.bytes_received / self.busy_s if self.busy_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a fetch goes about it."""
+
+    make_link: Callable[[str, Callable[[], None]], Link]
+    streams: int
+    stall_s: float
+    report_chunks: bool = False
+    """Wake the calling thread for each chunk, because somebody wants to see the progress."""
+    slow_s: float = 0.5
+    """How long an extent may take before it is looked at whether an idle source would be faster."""
+
+
+class Session:
+    """The shared state of one fetch. Its methods may be called from any thread."""
+
+    def __init__(self, sources: Sequence[str], version: str, settings: Settings, deadline_s: float) -> None:
+        self.version, self.settings = version, settings
+        self.started = time.monotonic()
+        self.deadline = self.started + deadline_s
+        self.changed = threading.Condition()
+        self.sources = [Source(address, turn) for turn, address in enumerate(dict.fromkeys(sources))]
+        self.manifest: Manifest | None = None
+        self.reference: Source | None = None
+        """The source that gave the manifest."""
+        self.plan: Plan | None = None
+        self.ledger: Ledger | None = None
+        self.hurry = False
+        """Something went wrong with a source: ask the others at once."""
+        self.num_workers = 0
+        self.bytes_done = 0
+        self.failure: BaseException | None = None
+        self.over = False
+        self._links: set[Link] = set()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def work(self) -> tuple[Manifest, Ledger, Plan]:
+        """Return manifest, ledger and plan, once they exist."""
+        assert self.manifest is not None
+        assert self.ledger is not None
+        assert self.plan is not None
+        return self.manifest, self.ledger, self.plan
+
+    def start_thread(self, target: Callable[[], None]) -> None:
+        """Start a thread that ends with this fetch, unless it is already over."""
+        thread = threading.Thread(target=target, name="transport-fetch", daemon=True)
+        with self.changed:
+            if self.over:
+                return
+            self._threads.append(thread)
+            thread.start()
+
+    def check(self) -> None:
+        """Raise `Over` if a thread of this fetch should end."""
+        if self.failure is not None or self.over or time.monotonic() >= self.deadline:
+            raise Over
+
+    def wait(self, limit_s: float = float("inf")) -> None:
+        """Wait, with `changed` held, for a change, the deadline, or at most `limit_s`; then check."""
+        left = min(limit_s, self.deadline - time.monotonic())
+        if left > 0:
+            self.changed.wait(left)
+        self.check()
+
+    def fail(self, error: BaseException) -> None:
+        """Let the fetch fail with this error, unless it is over already."""
+        with self.changed:
+            if self.failure is None and not self.over:
+                self.failure = error
+        self._interrupt()
+
+    def end(self) -> None:
+        """Stop all threads, and wait until none of them can write into the destination any more."""
+        self.over = True
+        self._interrupt()
+        for thread in self._threads:
+            # A link that was cut receives nothing, even if its thread is still resolving a name.
+            thread.join(END_WAIT_S)
+            if thread.is_alive():
+                log.warning("a thread of the fetch of %s is still ending", self.version)
+
+    def _interrupt(self) -> None:
+        with self.changed:
+            links = list(self._links)
+            self.changed.notify_all()
+        for link in links:
+            link.cut()
+
+    def new_link(self, source: Source, check: Callable[[], None] | None = None) -> Link:
+        """Return a link that is cut when the fetch ends."""
+        link = self.settings.make_link(source.address, check or self.check)
+        with self.changed:
+            self.check()
+            self._links.add(link)
+        return link
+
+    def drop_link(self, link: Link) -> None:
+        """Close a link for good."""
+        with self.changed:
+            self._links.discard(link)
+        link.close()
+
+    def note(self, source: Source, what: str, pause_s: float = 0.0) -> None:
+        """Remember what a source did last, and leave it in peace for a while."""
+        with self.changed:
+            if source.dead is None:
+                source.last = what
+            if pause_s:
+                source.resume_at = time.monotonic() + pause_s
+            self.hurry = True
+            self.changed.notify_all()
+
+    def kill(self, source: Source, error: SourceError) -> None:
+        """Ask a source no more."""
+        with self.changed:
+            if source.dead is None:
+                source.dead, source.last = error, str(error)
+                if not self.over:
+                    log.warning(
+                        "source %s is out of the fetch of %s: %s", source.address, self.version, error
+                    )
+            self.hurry = True
+            self.changed.notify_all()
+
+    def settle(self, chunk: int, right: bool) -> None:
+        """Put a chunk whose checksum is known to be right in its place, or have it fetched again."""
+        _, ledger, plan = self.work
+        start, end = ledger.bounds(chunk)
+        if right:
+            plan.accept(start, end)
+            with self.changed:
+                ledger.verified(chunk)
+                self.bytes_done += end - start
+                if ledger.complete or self.settings.report_chunks:
+                    self.changed.notify_all()
+            return
+        with self.changed:
+            suppliers = ledger.reject(chunk)
+            blamed = [s for s in self.sources if s.address in suppliers]
+            self.changed.notify_all()
+        log.warning(
+            "bytes %d to %d of version %s from %s have a wrong checksum",
+            start,
+            end,
+            self.version,
+            " and ".join(source.address for source in blamed),
+        )
+        if len(blamed) != 1:
+            return  # sent by several, so that nobody knows whose part was wrong
+        with self.changed:
+            blamed[0].num_bad += 1
+            blamed[0].last = f"sent bytes {start} to {end} with a wrong checksum"
+        if blamed[0].num_bad >= MAX_BAD:
+            self.kill(blamed[0], ChecksumError(f"it sent {blamed[0].num_bad} chunks with a wrong checksum"))
