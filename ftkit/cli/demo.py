@@ -30,6 +30,7 @@ from ftkit.demo.report import Report, as_text, make_report
 from ftkit.demo.story import Story
 from ftkit.demo.view import Narrator, View, open_view, stream_for
 from ftkit.errors import ConfigError
+from ftkit.launcher.process import die_with_parent
 
 EXAMPLES = """\
 examples:
@@ -121,7 +122,7 @@ def _launch(args: argparse.Namespace, script: Path, folder: Path) -> Launch:
     words = ["--groups", args.groups, "--etcd", EMBEDDED, "--job", "demo", "--grace", END_S / 2]
     words += ["--min-replicas", max(1, args.groups - 1), "--restart-delay", 0.2, "--log-dir", folder / "logs"]
     command = [str(word) for word in [*words, "--", script, *train]]
-    return Launch(command, env=env, log=folder / "launch.log")
+    return Launch(command, env=env, log=folder / "launch.log", before_exec=die_with_parent())
 
 
 @contextlib.contextmanager

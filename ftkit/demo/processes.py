@@ -10,12 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from ftkit.errors import ConfigError
-from ftkit.launcher.process import die_with_parent
 
 END_S = 40.0
 SCRIPT = "train_lm.py"
@@ -39,9 +38,19 @@ def find_script() -> Path:
 
 
 class Launch:
-    """A running `ftkit launch`; a context manager that ends it."""
+    """A running `ftkit launch`; a context manager that ends it.
 
-    def __init__(self, words: Sequence[str], *, env: Mapping[str, str], log: Path) -> None:
+    `before_exec` runs in the new process first: see `launcher.process.die_with_parent`.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        before_exec: Callable[[], None] | None = None,
+    ) -> None:
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -51,7 +60,7 @@ class Launch:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the demo, which then ends the launch in order
-                preexec_fn=die_with_parent(),
+                preexec_fn=before_exec,
             )
 
     def __enter__(self) -> Launch:
