@@ -31,7 +31,6 @@ _CODES: Final = {
     "float8_e8m0fnu": "F8_E8M0",
     "complex64": "C64",
     "complex128": None,
-    "complex32": None,
     "float4_e2m1fn_x2": None,
 }
 

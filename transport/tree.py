@@ -94,7 +94,11 @@ def bytes_of_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def join_path(path: str, key: object) -> str:
     """Return the path of an item of a container."""
-    text = key if isinstance(key, str) else str(key) if isinstance(key, int) else repr(key)
+    if isinstance(key, int):
+        # Python refuses to print thousands of digits.
+        text = str(key) if abs(key) < 2**64 else hex(key)
+    else:
+        text = key if isinstance(key, str) else repr(key)
     return f"{path}/{text}" if path else text
 
 
@@ -194,7 +198,7 @@ class _Encoder:
             return key
         self._inline += 1
         try:
-            return self.encode(key, f"{path} (key {key!r})", depth)
+            return self.encode(key, f"{path} (a key of type {type(key).__name__})", depth)
         finally:
             self._inline -= 1
 
