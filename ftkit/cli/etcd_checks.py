@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from ftkit.cli.checks import Finding, fail, ok, release, warn
 from ftkit.cli.connect import open_etcd
-from ftkit.cli.text import size
+from ftkit.cli.text import count, size
 from ftkit.config import Settings
 from ftkit.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, FtkitError
 
@@ -187,7 +187,7 @@ def judge_servers(servers: Sequence[EtcdStatus]) -> Iterator[Finding]:
     elif not all(s.leader for s in servers):
         yield fail("etcd cluster", "the cluster has no leader", "most of its servers must be up: start them")
     else:
-        yield ok("etcd cluster", f"{len(servers)} server{'s' * (len(servers) > 1)} asked, with a leader")
+        yield ok("etcd cluster", f"{count(len(servers), 'server')} asked, with a leader")
     alarms = sorted({a for s in servers for a in s.alarms})
     biggest = max(s.db_size for s in servers)
     text = f"database of {size(biggest)}"
@@ -265,10 +265,9 @@ def _name_in_use(etcd: Etcd, settings: Settings) -> Iterator[Finding]:
     if job.broken:
         advice = f"delete these keys under {settings.prefix}, or use another --job"
         yield warn("job", f"keys that cannot be read: {'; '.join(job.broken)}", advice)
-    num = len(job.members)
     here = job.members.get(settings.replica_id)
     taken = "" if here is None else f"; {settings.replica_id} is in use on {here.host}:{here.pid}"
-    yield ok("job", f"job {settings.job} has {num} live replica group{'s' * (num != 1)}{taken}")
+    yield ok("job", f"job {settings.job} has {count(len(job.members), 'live replica group')}{taken}")
 
 
 def _clock(settings: Settings, endpoint: str) -> Iterator[Finding]:

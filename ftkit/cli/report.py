@@ -154,8 +154,7 @@ def _member(job: Job, view: View, replica_id: str, rank: int | None, seat: Seat 
     live = record is not None and (seat is None or is_live(view, seat))
     stats = _stats(job, record) if live and record is not None else {}
     healed = number(stats, "bytes_healed")
-    step = number(stats, "step")
-    phase = stats.get("phase")
+    sources = _sources(job, replica_id, stats) if live and seat is not None else ()
     return Member(
         replica_id=replica_id,
         rank=rank,
@@ -168,13 +167,13 @@ def _member(job: Job, view: View, replica_id: str, rank: int | None, seat: Seat 
         if record is not None
         else "",
         entered_with="" if seat is None else str(seat.version),
-        step=None if step is None else int(step),
+        step=_step(stats, None if sources or not live else seat),
         steps_per_s=number(stats, "steps_per_s"),
         compute_s=number(stats, "compute_s"),
         wait_s=number(stats, "wait_s"),
         bytes_healed=None if healed is None else int(healed),
-        phase=phase.lower() if isinstance(phase, str) else "",
-        heals_from=_sources(job, replica_id, stats) if live and seat is not None else (),
+        phase=_phase(job, stats),
+        heals_from=sources,
         note=_note(job, view, replica_id, seat, live),
     )
 
@@ -185,6 +184,23 @@ def _stats(job: Job, record: Record) -> Mapping[str, object]:
     if stats is None or stats.get("incarnation", record.incarnation) != record.incarnation:
         return {}
     return {"step": 0, "steps_per_s": 0.0, **stats}
+
+
+def _step(stats: Mapping[str, object], seat: Seat | None) -> int | None:
+    """Return the last step known: the version that it entered the epoch with may be newer than its figures."""
+    step = number(stats, "step")
+    if seat is None or seat.version.step == 0:
+        return None if step is None else int(step)
+    epoch = number(stats, "epoch")
+    known = Version(seat.version.epoch if epoch is None else int(epoch), int(step or 0))
+    return max(known, seat.version).step
+
+
+def _phase(job: Job, stats: Mapping[str, object]) -> str:
+    """Return what the member was doing, unless that was before the current epoch."""
+    phase, when = stats.get("phase"), number(stats, "time")
+    stale = job.epoch is not None and when is not None and when < job.epoch.time
+    return phase.lower() if isinstance(phase, str) and not stale else ""
 
 
 def _sources(job: Job, replica_id: str, stats: Mapping[str, object]) -> tuple[str, ...]:

@@ -18,13 +18,18 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def size(count: float) -> str:
+def count(number: int, thing: str) -> str:
+    """Return a number of things: 1 group, 2 groups."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def size(num_bytes: float) -> str:
     """Return a number of bytes in words."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -47,7 +52,9 @@ def render(report: Report) -> str:
         lines.append(f"  {report.reason}")
     if report.members:
         num = sum(m.live for m in report.members)
-        lines.append(f"  {num} replica groups are live, at least {report.min_replicas} must be in an epoch")
+        lines.append(
+            f"  {count(num, 'replica group')} live, at least {report.min_replicas} must be in an epoch"
+        )
         lines += ["", *table([_HEADER, *map(_row, report.members)])]
     for title, items in (
         ("departed lately", report.departed),

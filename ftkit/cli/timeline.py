@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from ftkit.cli.job import decode
+from ftkit.cli.text import count
 from ftkit.core.model import Abort, Control, Departed, Epoch, Record, Ticket
 from ftkit.keeper.keys import JobKeys
 
@@ -24,7 +25,9 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     replica_id: str = ""
     epoch: int = 0
     time: float | None = None
-    """When it happened, where its key says so; None: just now."""
+    """When it happened, where its key says so; None: just now, or unknown when `earlier`."""
+    earlier: bool = False
+    """It happened before the watch began."""
 
 
 class Timeline:
@@ -51,6 +54,10 @@ class Timeline:
         for key in sorted(keys, key=self._order):
             if self._known.get(key) != keys[key]:
                 moments += self.changed(key, keys[key])
+        if first:  # who is live is so now, all else has happened before
+            moments = [
+                m if m.event == "joined" else msgspec.structs.replace(m, earlier=True) for m in moments
+            ]
         return moments
 
     def changed(self, key: str, value: bytes | None) -> list[Moment]:
@@ -90,7 +97,7 @@ class Timeline:
         names = _some([s.replica_id for s in epoch.seats])
         highest = max((s.version for s in epoch.seats), default=None)
         behind = [s.replica_id for s in epoch.seats if s.version != highest]
-        text = f"epoch {epoch.id}: {len(epoch.seats)} replica groups ({names})"
+        text = f"epoch {epoch.id}: {count(len(epoch.seats), 'replica group')} ({names})"
         text += f", {epoch.reason}" if epoch.reason else ""
         if highest is not None:
             text += f", version {highest}"

@@ -98,10 +98,12 @@ def _print_until(inbox: Inbox, args: argparse.Namespace) -> None:
 
 
 def _print(moment: Moment, as_json: bool) -> None:
+    unknown = moment.time is None and moment.earlier
     now = time.time() if moment.time is None else moment.time
     if as_json:
-        stamped = msgspec.structs.replace(moment, time=now)
+        stamped = moment if unknown else msgspec.structs.replace(moment, time=now)
         print(msgspec.json.encode(stamped).decode(), flush=True)
-    else:
-        day = "%m-%d %H:%M:%S" if time.time() - now > 12 * 3600 else "%H:%M:%S"
-        print(f"{time.strftime(day, time.localtime(now))}  {moment.text}", flush=True)
+        return
+    clock = "%m-%d %H:%M:%S" if time.time() - now > 12 * 3600 else "%H:%M:%S"
+    stamp = "earlier " if unknown else time.strftime(clock, time.localtime(now))
+    print(f"{stamp}  {moment.text}", flush=True)

@@ -50,10 +50,16 @@ EPOCH = Epoch(id=7, seats=(seat(0), seat(1)), time=4900.0, reason="joined: t1")
 
 
 def test_a_job_at_work_is_training() -> None:
-    found = job([member(0), member(1)], EPOCH, stats={"t0": {"step": 61, "steps_per_s": 2.5}})
+    found = job([member(0), member(1)], EPOCH, stats={"t0": {"step": 61, "epoch": 7, "steps_per_s": 2.5}})
     told = describe(found)
     assert (told.state, told.epoch, told.step, told.epoch_age_s) == ("training", 7, 61, 100.0)
-    assert [(m.replica_id, m.rank, m.step) for m in told.members] == [("t0", 0, 61), ("t1", 1, None)]
+    assert [(m.replica_id, m.rank, m.step) for m in told.members] == [("t0", 0, 61), ("t1", 1, 50)]
+
+
+def test_figures_from_before_the_epoch_do_not_turn_the_clock_back() -> None:
+    old = {"epoch": 5, "step": 44, "phase": "waiting", "time": 4899.0}
+    told = describe(job([member(0), member(1)], EPOCH, stats={"t0": old})).members[0]
+    assert (told.step, told.phase) == (50, "")
 
 
 def test_a_newcomer_does_not_stop_the_training() -> None:
@@ -147,12 +153,12 @@ def test_requests_and_broken_keys_are_shown() -> None:
 
 def test_figures_of_an_earlier_incarnation_are_not_shown() -> None:
     found = job([member(0), member(1)], EPOCH, stats={"t0": {"step": 61, "incarnation": "old"}})
-    assert describe(found).members[0].step is None
+    assert describe(found).members[0].step == 50
 
 
 def test_stats_of_another_release_do_no_harm() -> None:
-    strange = {"t0": {"step": "many", "steps_per_s": None, "wait_s": True, "bytes_healed": 3.0}}
-    told = describe(job([member(0), member(1)], EPOCH, stats=strange)).members[0]
+    strange = {"t2": {"step": "many", "steps_per_s": None, "wait_s": True, "bytes_healed": 3.0}}
+    told = describe(job([member(0), member(1), member(2)], EPOCH, stats=strange)).members[2]
     assert (told.step, told.steps_per_s, told.wait_s, told.bytes_healed) == (None, None, None, 3)
 
 

@@ -25,7 +25,8 @@ def test_it_begins_with_the_last_epochs_and_who_is_there() -> None:
     moments = Timeline("j").listed(keys, num_history=3)
     assert [(m.event, m.epoch) for m in moments] == [("epoch", 5), ("epoch", 6), ("epoch", 7), ("joined", 0)]
     assert moments[0].time == 1005.0
-    assert moments[2].text == "epoch 7: 1 replica groups (t0), version 6-70"
+    assert [m.earlier for m in moments] == [True, True, True, False]
+    assert moments[2].text == "epoch 7: 1 replica group (t0), version 6-70"
 
 
 def test_an_epoch_and_its_copy_are_one_event() -> None:
