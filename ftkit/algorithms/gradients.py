@@ -94,7 +94,7 @@ class AveragedGradients:
         self._bucket_of = {p: b for b in self._buckets for p in b.parameters}
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._sent = 0
-        self._in_backward = False
+        self._backward = -1
         self._enabled = True
         self._hooks: list[Any] = []
         for p in trained:
@@ -128,15 +128,16 @@ class AveragedGradients:
     def _arrived(self, parameter: torch.Tensor) -> None:
         if not self._enabled:
             return
-        if not self._in_backward:
-            self._begin()
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._begin(backward)
         self._bucket_of[parameter].missing -= 1
         while self._sent < len(self._buckets) and self._buckets[self._sent].missing <= 0:
             self._send()
 
-    def _begin(self) -> None:
+    def _begin(self, backward: int) -> None:
         # Everything is reset here and not at the end: a backward that raised never got there.
-        self._in_backward, self._sent, self._futures = True, 0, []
+        self._backward, self._sent, self._futures = backward, 0, []
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
         engine: Any = torch.autograd.Variable._execution_engine  # as FSDP does
@@ -156,7 +157,6 @@ class AveragedGradients:
 
     def _finish(self) -> None:
         """End a backward: send what it has not completed, and see that all averages are there."""
-        self._in_backward = False
         while self._sent < len(self._buckets):
             self._send()
         futures, self._futures = self._futures, []
