@@ -120,13 +120,15 @@ def wait_for_name(
     who = f"{record.host or 'an unknown host'}, pid {record.pid}"
     waiting(f"waiting for the lease of an earlier {record.replica_id} ({who}) to run out")
     last = etcd.time_to_live(holder.lease) if holder.lease else float("inf")
+    # etcd gives whole seconds only, and takes a moment to let a lease run out.
+    deadline = time.monotonic() + last + 2.5
     while not stopped():
         now = etcd.get(holder.key)
         if now is None or now.create_revision != holder.create_revision:
             return
         left = etcd.time_to_live(holder.lease) if holder.lease else float("inf")
         # A renewed lease has more time than before; a key without a lease will never go away.
-        if left > last or left == float("inf"):
+        if left > last or left == float("inf") or time.monotonic() > deadline:
             raise NameInUse(
                 f"{record.replica_id} is already running ({who}); give this one another replica_id, "
                 "or end the other first"

@@ -118,7 +118,7 @@ class Arms:
 
     def etcd_age(self) -> float | None:
         """Return for how many seconds nothing has been known of etcd; None when it never was heard."""
-        heard, blind = self.etcd.heard, self.sight.blind_since
+        heard, blind = self.lease.heard, self.sight.blind_since
         if heard == 0.0:
             return None
         # A watch that is broken may hide a new epoch, whatever else is heard (I3).

@@ -34,7 +34,7 @@ from ftkit.keeper.wire import Connection, WireError, connect
 log = logging.getLogger(__name__)
 
 _START_S = 30.0
-_SILENCE_S = 10.0
+_SILENCE_S = 5.0
 """A keeper that says nothing for so long (it speaks twice a second) has stopped and is replaced."""
 _RETRY_S = 0.05
 _MOST_STARTS = 5
@@ -173,7 +173,7 @@ class KeeperClient:
 
     def _read(self, connection: Connection) -> str:
         """Hand on what the keeper says until the connection ends; say why it did."""
-        silence_s = max(_SILENCE_S, 2.0 * self._settings.lease_ttl)
+        silence_s = max(_SILENCE_S, self._settings.lease_ttl + 1.0)
         while True:
             try:
                 message = connection.recv(_FROM_KEEPER, deadline=time.monotonic() + silence_s)

@@ -185,6 +185,19 @@ class Etcd:
         response = self._range(request)
         return _kv(response.kvs[0]) if response.kvs else None
 
+    def summary(self, start: str, end: str) -> tuple[int, KV | None, int]:
+        """Return how many keys `[start, end)` has now, the last changed of them, and the revision."""
+        request = rpc.RangeRequest(
+            key=start.encode(),
+            range_end=end.encode(),
+            limit=1,
+            sort_target=rpc.RangeRequest.MOD,
+            sort_order=rpc.RangeRequest.DESCEND,
+        )
+        response = self._range(request)
+        newest = _kv(response.kvs[0]) if response.kvs else None
+        return int(response.count), newest, int(response.header.revision)
+
     def _range(self, request: Any) -> Any:
         return self.link.call(lambda client: client.kvstub.Range, request, repeatable=True)
 

@@ -42,10 +42,14 @@ class ConfigSeen(NamedTuple):
     kv: KV | None
 
 
+class Fresh(NamedTuple):
+    """All that was so in etcd when this was asked for has been posted."""
+
+
 class ParentDied(NamedTuple):
     """The process that started this keeper has ended."""
 
 
 Item: TypeAlias = (
-    ev.Event | FromRank | Sighting | Trouble | RefusedBy | Waits | LetIn | ConfigSeen | ParentDied
+    ev.Event | FromRank | Sighting | Trouble | RefusedBy | Waits | LetIn | ConfigSeen | Fresh | ParentDied
 )

@@ -35,6 +35,8 @@ class LeaseKeeper:
         period_s: float | None = None,
     ) -> None:
         self.id = 0
+        self.heard = 0.0
+        """Monotonic time at which the last request that etcd granted was sent; 0: there was none."""
         self._etcd = etcd
         self._ttl_s = ttl_s
         self._period_s = ttl_s / 3 if period_s is None else min(period_s, ttl_s / 3)
@@ -80,18 +82,19 @@ class LeaseKeeper:
             self._wake.clear()
 
     def _look_after(self) -> None:
-        if (
-            self.id
-            and self._suspected != self.id
-            and self._etcd.keep_alive(self.id, timeout_s=self._patience())
-        ):
+        sent = time.monotonic()
+        well = self.id != 0 and self._suspected != self.id
+        if well and self._etcd.keep_alive(self.id, timeout_s=self._patience()):
+            self.heard = sent
             return
         if self._closed.is_set():
             return
         lost, self.id = self.id, 0
         if lost:
             log.warning("the lease was lost; asking for another")
+        sent = time.monotonic()
         self.id = self._etcd.grant(self._ttl_s)
+        self.heard = sent
         if self._closed.is_set():
             self._etcd.revoke(self.id)
             return

@@ -23,7 +23,7 @@ from ftkit.keeper.admission import Admitted, own_config, same_secret
 from ftkit.keeper.arms import Arms
 from ftkit.keeper.etcd import Etcd
 from ftkit.keeper.group import Group
-from ftkit.keeper.inbox import ConfigSeen, Item, LetIn, ParentDied, RefusedBy, Trouble, Waits
+from ftkit.keeper.inbox import ConfigSeen, Fresh, Item, LetIn, ParentDied, RefusedBy, Trouble, Waits
 from ftkit.keeper.keys import decode_config
 from ftkit.keeper.post import Post
 from ftkit.keeper.processes import Exited, Hung, Stopped
@@ -33,7 +33,7 @@ from ftkit.keeper.writer import RestoreConfig
 log = logging.getLogger(__name__)
 
 CONTACT_S = 0.5
-_LAST_LOOK_S = 0.05
+_LAST_LOOK_S = 0.15
 """How long the news of a closed connection waits for the exit status of its process."""
 _FAREWELL_S = 2.0
 
@@ -57,6 +57,7 @@ class Keeper:
         self._admitted: Admitted | None = None
         self._etcd_version = ""
         self._ready = self._welcomed = self._dead = self._done = self._crashed = self._parent_dead = False
+        self._silent = self._refreshing = False
         self._give_up_at: float | None = None
         self._evict_at: float | None = None
         # A rank that died together with the last keeper never comes back.
@@ -107,6 +108,8 @@ class Keeper:
             self._let_in(item)
         elif isinstance(item, ConfigSeen):
             self._compare_config(item)
+        elif isinstance(item, Fresh):
+            self._hear_again()
         elif isinstance(item, ParentDied):
             self._parent_dead = True
             self._end_if_orphaned()
@@ -120,14 +123,39 @@ class Keeper:
             self._arms.writer.abort_seen(event.revisions.get("", 0))
         elif isinstance(event, ev.Changed) and event.section == "abort":
             self._arms.writer.abort_seen(0 if event.value is None else event.revision)
-        for effect in self._machine.handle(event, time.monotonic()):
-            self._have_done(effect)
+        self._notice_silence()
+        self._hand_to_machine(event)
         if isinstance(event, ev.Held) and not self._welcomed:
             self._welcomed = True
             self._arms.stats.start()
             self._welcome()
         elif isinstance(event, ev.Vanished) and event.departed:
             self._done = True
+
+    def _hand_to_machine(self, event: ev.Event) -> None:
+        for effect in self._machine.handle(event, time.monotonic()):
+            self._have_done(effect)
+
+    def _notice_silence(self) -> None:
+        """Before anything else is believed: what was seen may be old news (I3), as after a standstill."""
+        age = self._arms.etcd_age()
+        if age is None or not self._ready:
+            return
+        if age > self._settings.lease_ttl:
+            self._refreshing = False
+            if not self._silent:
+                self._silent = True
+                self._hand_to_machine(ev.Silence(True))
+        elif self._silent and not self._refreshing:
+            # Heard again; but changes of the time in between may still be on their way.
+            self._refreshing = True
+            self._arms.sight.refresh(lambda: self._inbox.put(Fresh()))
+
+    def _hear_again(self) -> None:
+        age = self._arms.etcd_age()
+        if self._silent and self._refreshing and age is not None and age <= self._settings.lease_ttl:
+            self._silent = self._refreshing = False
+            self._hand_to_machine(ev.Silence(False))
 
     def _have_done(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.AbortWork):
@@ -240,7 +268,7 @@ class Keeper:
         del self._sessions[rank]
         if rank in self._group.goodbyes or self._dead:
             return
-        if self._arms.processes.watches(rank):
+        if self._arms.processes.reports(rank):
             self._lost[rank] = (time.monotonic() + _LAST_LOOK_S, why)
         else:
             self._die(self._group.how_died(rank, "connection lost"), rank)
@@ -347,6 +375,7 @@ class Keeper:
             self._tell_all(msg.StillWaiting(reason=text))
 
     def _contact(self) -> None:
+        self._notice_silence()
         age = self._arms.etcd_age()
         # Ranks take a keeper that says nothing for one that has stopped.
         word = msg.StillWaiting(reason=self._reason) if age is None else msg.Contact(age_s=age)

@@ -81,6 +81,7 @@ class Processes:
         self._read = read
         self._lock = threading.Lock()
         self._ranks: dict[int, _Rank] = {}
+        self._reported: set[int] = set()
         self._poll = select.poll()
         self._closed = False
         threading.Thread(target=self._run, name="keeper processes", daemon=True).start()
@@ -93,14 +94,15 @@ class Processes:
             log.info("the process of rank %d (pid %d) cannot be watched: %s", rank, pid, error)
             return False
         with self._lock:
+            self._reported.add(rank)
             self._ranks[rank] = _Rank(pid, descriptor)
             self._poll.register(descriptor, select.POLLIN)
         return True
 
-    def watches(self, rank: int) -> bool:
-        """Say whether the end of this rank's process will be noticed here."""
+    def reports(self, rank: int) -> bool:
+        """Say whether the end of this rank's process is, or has been, noticed here."""
         with self._lock:
-            return rank in self._ranks
+            return rank in self._reported
 
     def kill(self) -> None:
         """End all ranks' processes by force; safe against reused pids."""
@@ -152,7 +154,9 @@ class Processes:
 
     def _look_for_progress(self, rank: int, watched: _Rank, passed: float, limit: float) -> None:
         progress = self._read(rank)
-        busy = progress is not None and progress.phase == Phase.COMPUTE and progress.pending == 0
+        # In a vote too: if nobody is waited for, the training thread itself does not come back.
+        working = progress is not None and progress.phase in (Phase.COMPUTE, Phase.VOTING)
+        busy = working and progress is not None and progress.pending == 0
         if progress is None or not busy or progress.mark != watched.last_mark:
             watched.last_mark = -1 if progress is None else progress.mark
             watched.same_s = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import fcntl
 import mmap
 import os
 import struct
@@ -21,6 +22,9 @@ import msgspec
 from ftkit.core.model import Version
 from ftkit.errors import KeeperError
 
+_PREFIX = "ftkit-progress-"
+_YOUNG_S = 60.0
+"""A file so young may be about to be used."""
 _SLOT = 192
 _MARK = struct.Struct("<QqqiidQ")
 """Sequence, epoch, step, phase, pending, time of the last change of phase, sequence again."""
@@ -62,7 +66,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 def progress_path(name: str) -> str:
     """Return where the progress file of this name lies: in memory, if the machine has /dev/shm."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    return str(Path(folder) / f"ftkit-progress-{name}")
+    return str(Path(folder) / f"{_PREFIX}{name}")
 
 
 class _Slots:
@@ -73,10 +77,13 @@ class _Slots:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise KeeperError(f"the progress file {path} cannot be opened: {error.strerror}") from None
-        try:
-            self.memory = mmap.mmap(descriptor, 0)
-        finally:
-            os.close(descriptor)
+        self._descriptor = descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # says that the file is in use, as long as we live
+        self.memory = mmap.mmap(descriptor, 0)
+
+    def _close(self) -> None:
+        self.memory.close()
+        os.close(self._descriptor)
 
 
 class ProgressWriter(_Slots):
@@ -108,7 +115,7 @@ class ProgressWriter(_Slots):
 
     def close(self) -> None:
         """Unmap the file."""
-        self.memory.close()
+        self._close()
 
 
 class ProgressReader(_Slots):
@@ -119,6 +126,7 @@ class ProgressReader(_Slots):
         with contextlib.suppress(FileExistsError), open(path, "xb", opener=_private) as file:
             file.truncate(-(-num_ranks * _SLOT // mmap.PAGESIZE) * mmap.PAGESIZE)
         super().__init__(path)
+        _remove_stale(Path(path))
 
     def read(self, rank: int) -> Progress:
         """Return a rank's slot."""
@@ -147,10 +155,21 @@ class ProgressReader(_Slots):
 
     def close(self, *, delete: bool = False) -> None:
         """Unmap the file, and delete it if nobody will come back to it."""
-        self.memory.close()
+        self._close()
         if delete:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+
+
+def _remove_stale(own: Path) -> None:
+    """Delete what keepers left behind that were killed together with their trainers."""
+    for path in own.parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path == own or time.time() - path.stat().st_mtime < _YOUNG_S:
+                continue
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def _private(path: str, flags: int) -> int:

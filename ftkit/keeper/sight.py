@@ -6,6 +6,7 @@ It decides nothing; it knows since when its sight is troubled.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -58,6 +59,18 @@ class Sight:
                 if watch is not None:
                     watch.close(wait=False)  # called on the loop's thread, which must not wait
                 self._blind_since.pop(name, None)
+
+    def refresh(self, on_fresh: Callable[[], None]) -> None:
+        """Call `on_fresh`, from some thread, when all that is so by now has been posted."""
+        waiting = set(self._watches)
+
+        def one(name: str) -> None:
+            waiting.discard(name)
+            if not waiting:
+                on_fresh()
+
+        for name, watch in list(self._watches.items()):
+            watch.refresh(functools.partial(one, name))
 
     def close(self) -> None:
         """End all watches; does not wait for them."""

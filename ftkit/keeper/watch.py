@@ -77,6 +77,7 @@ class Watch:
         self._on_events = on_events
         self._on_word = on_word
         self._on_trouble = on_trouble
+        self._on_fresh: Callable[[], None] | None = None
         self._known: dict[str, _Mark] = {}
         self._listed = False
         self._closed = threading.Event()
@@ -101,6 +102,16 @@ class Watch:
                 self._call.cancel()
         if wait and threading.current_thread() is not self._thread:
             self._thread.join(self.etcd.settings.timeout_s + 5.0)
+
+    def refresh(self, on_fresh: Callable[[], None]) -> None:
+        """Make sure that nothing which is so by now is missing, then call `on_fresh` from the thread.
+
+        For when time was lost somewhere (a frozen server, a frozen process) and old news may be queued.
+        """
+        with self._lock:
+            self._on_fresh = on_fresh
+            if self._call is not None:
+                self._call.cancel()
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -139,7 +150,15 @@ class Watch:
 
     def _session(self) -> None:
         """Run one stream to its end; return if it was of use, raise if it was not."""
-        if not (self._listed and self._same_history()):
+        on_fresh = self._on_fresh
+        if on_fresh is not None:
+            if not (self._listed and self._is_current()):
+                self._list()
+            with self._lock:
+                if self._on_fresh is on_fresh:
+                    self._on_fresh = None
+            on_fresh()
+        elif not (self._listed and self._same_history()):
             self._list()
         began, before = time.monotonic(), self.revision
         try:
@@ -148,7 +167,7 @@ class Watch:
             log.info("the watch of %s lists anew: %s", self.start, error)
             self._listed = False
         except EtcdUnavailable as error:
-            if self._closed.is_set():
+            if self._closed.is_set() or self._on_fresh is not None:
                 return
             if time.monotonic() - began < _SHORT_LIFE_S and self.revision == before:
                 raise
@@ -171,14 +190,26 @@ class Watch:
             log.info("the watch of %s lists anew: %s", self.start, error)
             return False
         self._on_word()
-        ours = max(self._known.items(), key=lambda item: item[1].mod_revision, default=None)
-        if ours is None or theirs is None:
-            same = ours is None and theirs is None
-        else:
-            same = ours == (theirs.key, _Mark(theirs.mod_revision, theirs.value))
-        if not same:
+        if not self._agrees(theirs):
             log.warning("etcd's history is not the one we know (it was wiped or restored): listing anew")
-        return same
+            return False
+        return True
+
+    def _is_current(self) -> bool:
+        """Say whether etcd has now what we have: as many keys, and the same last change."""
+        count, newest, revision = self.etcd.summary(self.start, self.end)
+        if count != len(self._known) or revision < self.revision or not self._agrees(newest):
+            return False
+        self.revision = revision
+        self._on_word()
+        return True
+
+    def _agrees(self, newest: KV | None) -> bool:
+        """Compare the last change that etcd has with the last that we know."""
+        ours = max(self._known.items(), key=lambda item: item[1].mod_revision, default=None)
+        if ours is None or newest is None:
+            return ours is None and newest is None
+        return ours == (newest.key, _Mark(newest.mod_revision, newest.value))
 
     def _follow(self) -> None:
         """Register the stream after the last revision and hand out what it brings, until it breaks."""
@@ -195,7 +226,7 @@ class Watch:
             call = rpc.WatchStub(client.channel).Watch(iter(requests.get, None), metadata=metadata)
             with self._lock:
                 self._call = call
-            if self._closed.is_set():
+            if self._closed.is_set() or self._on_fresh is not None:
                 call.cancel()
             for response in call:
                 self.etcd.link.answered()

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 PROOF_TTL_S = 3600
 _TRIES = 10
+_MOST_COMPARES = 100
 
 EtcdEffect = ev.Hold | ev.Withdraw | ev.Depart | ev.PutAbort | ev.PutEpoch | ev.AckControl
 
@@ -299,8 +300,17 @@ class Writer:
     def _put_epoch(self, wish: ev.PutEpoch) -> None:
         epoch = wish.epoch if wish.epoch.time else msgspec.structs.replace(wish.epoch, time=time.time())
         value = encode(epoch)
+        gone = [self._keys.member_of(r) for r in wish.absent]
+        if len(gone) > _MOST_COMPARES:  # etcd's default limit is 128; the rest is looked at just before
+            here = {kv.key for kv in self._etcd.list(self._keys.members)[0]}
+            if here & set(gone):
+                self._post(ev.ProposalFailed())
+                return
         answer = self._etcd.txn(
-            [Compare(self._keys.epoch, "mod", "=", wish.revision)],
+            [
+                Compare(self._keys.epoch, "mod", "=", wish.revision),
+                *(Compare(key, "mod", "=", 0) for key in gone[:_MOST_COMPARES]),
+            ],
             [Put(self._keys.epoch, value), Put(self._keys.history_of(epoch.id), value)],
         )
         if not answer.succeeded:

@@ -46,6 +46,7 @@ class Rank:
             [sys.executable, str(SCRIPT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, "FTKIT_TEST_JOB": setup["settings"]["job"]},
             start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
@@ -150,24 +151,28 @@ class World:
         ranks = [self.start(n, **settings) for n in names]
         for r in ranks:
             r.wait("Welcome")
+        for r in ranks:
             r.do("want", [0, 0], "")
         for r in ranks:
             assert [s[0] for s in r.epoch()["seats"]] == sorted(names)
         return ranks
 
     def close(self) -> None:
-        keepers = [r.setup["incarnation"] for r in self.ranks]
         for r in self.ranks:
             r.close()
         self.etcd.close()
-        wait_until(
-            lambda: not [p for i in keepers for p in keepers_of(i)], 20, "keepers end after their ranks"
-        )
+        wait_until(lambda: not processes_of(self.job), 20, "all keepers have ended")
 
 
-def keepers_of(incarnation: str) -> list[str]:
-    """The progress file lives as long as the keeper."""
-    return [str(p) for p in Path("/dev/shm").glob(f"ftkit-progress-{incarnation}")]
+def processes_of(job: str) -> list[int]:
+    """Return the keepers, and other processes, that a job's ranks have left behind."""
+    mark = f"FTKIT_TEST_JOB={job}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
 
 
 @pytest.fixture
