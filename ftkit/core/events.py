@@ -38,7 +38,11 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks of the group are connected. `running` is set when a new keeper takes over from a dead one."""
+    """All ranks of the group are connected.
+
+    `running` is set when a new keeper takes over from a dead one: the last epoch that the ranks were
+    offered, even if they have left it (a `Want` or a `Goodbye` then follows at once).
+    """
 
     record: Record
     running: Epoch | None = None
@@ -98,6 +102,16 @@ class ProposalFailed(msgspec.Struct, frozen=True):
     """The epoch key had changed since; the watch will show how."""
 
 
+class Silence(msgspec.Struct, frozen=True):
+    """etcd has not been heard for a while, or is heard again: what was seen before may be old news.
+
+    Sent before any other event once the last word from etcd (a keep-alive that was answered) is older than
+    a lease's life, also after the process itself stood still. Nobody is given up on such knowledge (I3).
+    """
+
+    on: bool
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
@@ -114,12 +128,16 @@ Event: TypeAlias = (
     | Held
     | Vanished
     | ProposalFailed
+    | Silence
     | Tick
 )
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """To etcd: the member key and the ticket (if any) shall exist under my lease. Answer: `Held`."""
+    """To etcd: the member key and the ticket (if any) shall exist under my lease. Answer: `Held`.
+
+    A late copy of an older `Hold` must not undo a newer one: guard it with the revisions of both keys.
+    """
 
     record: Record
     ticket: Ticket | None
@@ -148,15 +166,17 @@ class PutAbort(msgspec.Struct, frozen=True):
 class PutEpoch(msgspec.Struct, frozen=True):
     """To etcd: if the epoch key's mod revision is `revision` (0: absent), put `epoch` and its history copy.
 
-    Answer `ProposalFailed` when it was not. The put itself is shown by the watch.
+    `absent`: and if none of these member keys exists (those whom the epoch replaces without proof of death).
+    Answer `ProposalFailed` when it was not so. The put itself is shown by the watch.
     """
 
     epoch: Epoch
     revision: int
+    absent: tuple[str, ...] = ()
 
 
 class WatchTickets(msgspec.Struct, frozen=True):
-    """To etcd: watch `tickets/` (proposers only), or stop watching it."""
+    """To etcd: watch `tickets/` and `departed/` (proposers only), or stop watching them."""
 
     on: bool
 
@@ -202,7 +222,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class Leave(msgspec.Struct, frozen=True):
-    """To the ranks: an operator asks this group to leave, at the next boundary (`drain`) or at once (`evict`)."""
+    """To the ranks: an operator asks this group to leave, at the next boundary (`drain`) or now (`evict`)."""
 
     what: str
 

@@ -12,18 +12,12 @@ A group is in one of four conditions:
 
 from __future__ import annotations
 
+import msgspec
+
 from ftkit.core import events as ev
+from ftkit.core.judge import end_of, objection, outsiders, those_who_left
 from ftkit.core.model import Abort, Departed, Epoch, Policy, Record, Ticket
-from ftkit.core.quorum import (
-    Propose,
-    View,
-    Wait,
-    decide,
-    is_live,
-    obituary,
-    proposers,
-    standing_ticket,
-)
+from ftkit.core.quorum import Propose, Wait, decide, is_live, proposers
 from ftkit.core.seen import RETRY_S, Repeater, Seen
 
 RECORD_GRACE_S = 1.0
@@ -50,6 +44,7 @@ class Member:
         self.departed: Departed | None = None
         self.gone = False
         self.frozen = False
+        self.silent = False
         self._heard = 0
         self._held: tuple[bool, Ticket | None] = (False, None)
         self._abort: Abort | None = None
@@ -89,6 +84,9 @@ class Member:
             self.gone = self.gone or event.departed
         elif isinstance(event, ev.ProposalFailed):
             self._repeat.clear("propose")
+        elif isinstance(event, ev.Silence):
+            self.silent = event.on
+            self.seen.restart_clocks(now)
         return self._react(now)
 
     def wake_at(self) -> float | None:
@@ -141,6 +139,7 @@ class Member:
                 how=event.how,
                 host=host,
                 version=event.version,
+                planned=self._planned,
             )
 
     def _on_frozen(self, on: bool) -> None:
@@ -159,13 +158,13 @@ class Member:
             return out
         if self.departed is not None:
             return self._depart(now, self.departed)
-        self._keep_keys(now, out)
         if {"epoch", "members"} <= self.seen.listed:
             self._follow_epoch(now, out)
             if self.running is not None:
                 self._watch_over(self.running, now, out)
             if not self._restore_epoch(now, out):
                 self._propose(now, out)
+        self._keep_keys(now, out)  # last, for the others may have renewed the ticket
         self._keep_abort(now, out)
         self._obey(now, out)
         return out
@@ -202,7 +201,9 @@ class Member:
             if self._held[0]:
                 self._emit(out, "hold", ev.Withdraw(), now)
             return
-        if self._held != (True, self.ticket):
+        # In an epoch the old ticket may stand, if it does: nothing is written. A key that is put again
+        # stands without it, since in a wiped etcd (I8) it would look like one for the next epoch.
+        if not self._held[0] or (self.ticket is not None and self._held[1] != self.ticket):
             self._emit(out, "hold", ev.Hold(self.record, self.ticket), now)
 
     def _follow_epoch(self, now: float, out: list[ev.Effect]) -> None:
@@ -213,7 +214,7 @@ class Member:
         if not epoch.names(self.replica_id, self.incarnation):
             self._ask_again()
             return
-        why = self._objection(epoch, self.want)
+        why = objection(self.seen, self.replica_id, self.want, epoch, frozen=self.frozen)
         if why is not None:
             self._leave_in_error(epoch.id, f"{self.replica_id} declined: {why}")
             self._ask_again()
@@ -229,35 +230,26 @@ class Member:
                 self._ask_again()
             return
         self.running = self.last_epoch = epoch
-        self.want = None
+        self.want = self.ticket = None
         self._heard = max(self._heard, epoch.id)
         self._out_since = None
         records = {s.replica_id: self.seen.members[s.replica_id] for s in epoch.seats}
         out.append(ev.Offer(epoch=epoch, records=records))
-
-    def _objection(self, epoch: Epoch, want: ev.Want) -> str | None:
-        """Say why an epoch that names this member is over before it has begun, or None."""
-        seat = epoch.seat(self.replica_id)
-        if want.leaving:
-            return "it is leaving"
-        if seat is None or seat.version != want.version:
-            return "the epoch rests on a stale view of its version"
-        if self.seen.abort is not None and self.seen.abort.epoch == epoch.id:
-            return self.seen.abort.why or "the epoch was aborted"
-        view = self.seen.view()
-        dead = [s.replica_id for s in epoch.seats if obituary(view, s) is not None]
-        return f"{dead[0]} is dead" if dead else None
 
     def _ask_again(self) -> None:
         self._renew_ticket()
         self._repeat.clear("hold")
 
     def _restore_epoch(self, now: float, out: list[ev.Effect]) -> bool:
-        """I8: when etcd has lost the epoch (wiped, or restored from an old copy), put it back."""
-        last = self.last_epoch
-        seen = 0 if self.seen.epoch is None else self.seen.epoch.id
-        if last is None or seen >= last.id:
+        """I8: when etcd has lost the epoch (it was wiped), put it back."""
+        last, seen = self.last_epoch, self.seen.epoch
+        if last is None or (seen is not None and seen.id > last.id):
             return False
+        if seen is not None and seen.id == last.id:
+            if seen.seats == last.seats:
+                return False
+            # Newcomers were faster, and their epoch happens to have our number: go on above it.
+            last = msgspec.structs.replace(last, id=last.id + 1, restored=True)
         self._emit(out, "restore", ev.PutEpoch(last, self.seen.epoch_revision), now)
         return True
 
@@ -270,7 +262,7 @@ class Member:
             self._over = running.id
             out.append(ev.AbortWork(running.id, why))
             return
-        if self.seen.epoch is None or self.seen.epoch.id != running.id:
+        if self.seen.epoch is None or self.seen.epoch.seats != running.seats:
             return  # I8: it is being put back
         view = self.seen.view()
         others = [s for s in running.seats if s.replica_id != self.replica_id]
@@ -278,36 +270,21 @@ class Member:
         if missing != (self._suspects[1] if self._suspects[0] == running.id else ()):
             self._suspects = (running.id, missing)
             out.append(ev.Suspects(running.id, missing))
-        outsiders = self._outsiders(running, view)
-        if outsiders:
-            ripe = min(outsiders.values()) + self.policy.gather_window
+        joining = outsiders(self.seen, running, self.policy)
+        if joining:
+            ripe = min(joining.values()) + self.policy.gather_window
             if now >= ripe:
-                why = f"joining: {', '.join(sorted(outsiders)[:4])}"
+                why = f"joining: {', '.join(sorted(joining)[:4])}"
                 self._tell(out, "reconfigure", ev.Reconfigure(running.id, why), now)
             else:
                 self._sleep_until(ripe)
 
     def _end_of(self, running: Epoch, now: float) -> str | None:
         """Say why the running epoch is over, or None."""
-        seen = self.seen
-        if self.frozen:
-            return f"{self.replica_id} is frozen"
-        if seen.epoch is not None and seen.epoch.id > running.id:
-            return f"superseded by epoch {seen.epoch.id}"
-        if seen.abort is not None and seen.abort.epoch == running.id:
-            return seen.abort.why or f"aborted by {seen.abort.by}"
-        view = seen.view()
-        left = []
-        for seat in running.seats:
-            if seat.replica_id == self.replica_id:
-                continue
-            how = obituary(view, seat)
-            if how is not None and how != "left":
-                return f"{seat.replica_id} is gone: {how}"
-            ticket = seen.tickets.get(seat.replica_id)
-            asks = ticket is not None and ticket.epoch > running.id and ticket.incarnation == seat.incarnation
-            if how == "left" or asks:
-                left.append(seat.replica_id)
+        why = f"{self.replica_id} is frozen" if self.frozen else end_of(self.seen, self.replica_id, running)
+        if why is not None:
+            return why
+        left = those_who_left(self.seen, self.replica_id, running)
         if not left:
             self._out_since = None
             return None
@@ -318,19 +295,6 @@ class Member:
             return f"{left[0]} has left the epoch"
         self._sleep_until(until)
         return None
-
-    def _outsiders(self, running: Epoch, view: View) -> dict[str, float]:
-        """Name those outside the epoch who hold a ticket and would be admitted, and since when they ask."""
-        if self.policy.max_replicas and len(running.seats) >= self.policy.max_replicas:
-            return {}
-        inside = {(s.replica_id, s.incarnation) for s in running.seats}
-        return {
-            r: self.seen.tickets_seen.get(r, 0.0)
-            for r in self.seen.tickets
-            if (t := standing_ticket(view, r)) is not None
-            and not t.leaving
-            and (r, t.incarnation) not in inside
-        }
 
     def _propose(self, now: float, out: list[ev.Effect]) -> None:
         view = self.seen.view()
@@ -345,6 +309,8 @@ class Member:
                     reason = f"waiting for an epoch; {order[0] if order else 'nobody'} may propose it"
                     self._tell(out, "waiting", ev.Waiting(reason), now)
             return
+        if self.silent:
+            return  # I3: on old knowledge nobody is given up
         decision = decide(view, self.policy, now)
         if isinstance(decision, Wait):
             self._ready_since = None
@@ -358,7 +324,8 @@ class Member:
         if now < turn:
             self._sleep_until(turn)
             return
-        self._emit(out, "propose", ev.PutEpoch(self._epoch(decision), self.seen.epoch_revision), now)
+        epoch = self._epoch(decision)
+        self._emit(out, "propose", ev.PutEpoch(epoch, self.seen.epoch_revision, decision.absent), now)
 
     def _epoch(self, decision: Propose) -> Epoch:
         return Epoch(id=decision.id, seats=decision.seats, proposer=self.replica_id, reason=decision.reason)

@@ -50,6 +50,8 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     proposer: str = ""
     time: float = 0.0
     reason: str = ""
+    restored: bool = False
+    """Put back into a wiped etcd over an unrelated epoch of the same number (I8)."""
 
     def seat(self, replica_id: str) -> Seat | None:
         """Return the seat of a replica id, or None when it is not a member."""
@@ -108,6 +110,8 @@ class Departed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`exit 1`, `SIGKILL`, `left`, `evicted` …"""
     host: str = ""
     version: Version = FRESH
+    planned: bool = False
+    """All members of its epoch knew: they leave the epoch by themselves."""
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

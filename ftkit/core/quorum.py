@@ -6,13 +6,16 @@ Pure: no clock, no I/O, no threads. The caller says what it saw, since when, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import msgspec
 
-from ftkit.core.model import Departed, Epoch, Policy, Record, Seat, Ticket
+from ftkit.core.model import FRESH, Departed, Epoch, Policy, Record, Seat, Ticket
 
 NUM_PROPOSERS = 3
+
+MAX_ABSENT = 100
+"""How many members' absence one transaction checks; etcd allows 128 comparisons by default."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +29,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """Since when each ticket has been standing, by the caller's own clock."""
     gone_since: Mapping[str, float] = {}
     """Since when each member of `epoch` that is not live has been missing, by the caller's own clock."""
+    behind: Set[str] = frozenset()
+    """Members of whom `members` may show an incarnation that is older than the one `epoch` names."""
 
 
 class Propose(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +39,8 @@ class Propose(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     seats: tuple[Seat, ...]
     reason: str
+    absent: tuple[str, ...] = ()
+    """Members who are given up for having been gone too long: it only holds while they are."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +75,7 @@ def obituary(view: View, seat: Seat) -> str | None:
     if departed is not None and departed.incarnation == seat.incarnation:
         return departed.how or "ended"
     record = view.members.get(seat.replica_id)
-    if record is not None and record.incarnation != seat.incarnation:
+    if record is not None and record.incarnation != seat.incarnation and seat.replica_id not in view.behind:
         return "was started again"
     return None
 
@@ -95,56 +102,87 @@ def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
     if not candidates:
         return Wait(reason="no member asks for a new epoch")
 
+    begun = min((view.tickets_seen.get(r, now) for r in old), default=now)
     missing = [r for r in staying if r not in candidates]  # rule 2
-    if missing and old:
-        begun = min(view.tickets_seen.get(r, now) for r in old)
-        until = begun + policy.join_timeout
-        if now < until:
-            waited = f"{now - begun:.1f} s of {policy.join_timeout:g} s"
-            return Wait(
-                reason=f"waiting for {_names(missing)} of epoch {epoch_id(view)} to stop, {waited}",
-                until=until,
-            )
+    if missing and old and now < begun + policy.join_timeout:
+        waited = f"{now - begun:.1f} s of {policy.join_timeout:g} s"
+        return Wait(
+            reason=f"waiting for {_names(missing)} of epoch {epoch_id(view)} to stop, {waited}",
+            until=begun + policy.join_timeout,
+        )
 
-    chosen = _admit(candidates, old, policy)  # rule 5
+    chosen = _admit(view, candidates, old, policy)  # rule 5
     if len(chosen) < policy.min_replicas:  # rule 3
         return Wait(reason=f"{len(chosen)} of at least {policy.min_replicas} replica groups are ready")
-    if not old:
-        wait = _wait_to_replace(view, seats, policy, now) or _wait_to_gather(view, chosen, policy, now)
+    best = max(candidates[r].version for r in chosen)
+    if best < FRESH:
+        return Wait(reason="no live member has a whole state; one that has must join")
+
+    given_up = []
+    if not old or best < max(s.version for s in seats):  # rule 4
+        given_up = [s for s in seats if s.replica_id not in old and not _is_over_for(view, s)]
+        wait = _wait_to_replace(view, given_up, policy, now, begun if old else None)
         if wait is not None:
             return wait
-    return _proposal(view, candidates, chosen, old)
+    if not old:
+        wait = _wait_to_gather(view, chosen, policy, now)
+        if wait is not None:
+            return wait
+    return _proposal(view, candidates, chosen, old, given_up)
 
 
-def _admit(candidates: Mapping[str, Ticket], old: list[str], policy: Policy) -> list[str]:
+def _admit(view: View, candidates: Mapping[str, Ticket], old: list[str], policy: Policy) -> list[str]:
     """Choose the members of the next epoch: those of the current one first, spares are left out."""
     # Who wants no newcomers has a step to salvage; with too few members left there is nothing to salvage.
-    shrink = len(old) >= policy.min_replicas and any(t.shrink_only for t in candidates.values())
+    shrink = len(old) >= policy.min_replicas and any(candidates[r].shrink_only for r in old)
     newcomers = [] if shrink else sorted(set(candidates) - set(old))
-    limit = policy.max_replicas or len(candidates)
-    return sorted([*old, *newcomers][:limit])
+    if view.epoch is not None and view.epoch.restored and len(old) >= policy.min_replicas:
+        # I8: in a wiped etcd an unrelated job may have counted up to the same version as ours.
+        ours = {candidates[r].version for r in old if candidates[r].version.step > 0}
+        newcomers = [r for r in newcomers if candidates[r].version not in ours]
+    order = [*old, *newcomers]
+    limit = policy.max_replicas or len(order)
+    best = max((candidates[r].version for r in order), default=FRESH)
+    if limit < len(order) and all(candidates[r].version < best for r in order[:limit]):
+        # Somebody must bring the newest state.
+        order.sort(key=lambda r: candidates[r].version < best)
+    return sorted(order[:limit])
 
 
-def _wait_to_replace(view: View, seats: tuple[Seat, ...], policy: Policy, now: float) -> Wait | None:
-    """Rule 4: none of the current epoch's members is a candidate; may they be replaced?"""
-    unproven = [s for s in seats if obituary(view, s) is None and not _has_left(view, s)]
-    if not unproven:
-        return None
+def _is_over_for(view: View, seat: Seat) -> bool:
+    """Say whether a member of the current epoch is known never to vote in it again."""
+    return obituary(view, seat) is not None or _has_left(view, seat)
+
+
+def _wait_to_replace(
+    view: View, unproven: list[Seat], policy: Policy, now: float, begun: float | None
+) -> Wait | None:
+    """Rule 4: may these members of the current epoch be replaced, who are not known to be dead?
+
+    They may still be at work in it (I3). Or, when some of its members are candidates since `begun`, but
+    none with a state as new as the one that the epoch began with, they alone have that state (I1).
+    """
     alive = [s.replica_id for s in unproven if is_live(view, s)]
-    if alive:
+    if alive and begun is None:
         return Wait(
             reason=f"epoch {epoch_id(view)} is held by {_names(alive)}, who did not ask for a new one"
         )
-    since = max(view.gone_since.get(s.replica_id, now) for s in unproven)
-    until = since + policy.takeover_after
-    if now >= until:
+    since = max((_missing_since(view, s, begun, now) for s in unproven), default=None)
+    if since is None or now >= since + policy.takeover_after:
         return None
-    names = _names([s.replica_id for s in unproven])
+    until = since + policy.takeover_after
+    names, wait = _names([s.replica_id for s in unproven]), f"taking over in {until - now:.1f} s"
+    if begun is not None:
+        return Wait(reason=f"only {names} had the state of epoch {epoch_id(view)}; {wait}", until=until)
     return Wait(
-        reason=f"{names} of epoch {epoch_id(view)} disappeared without proof of death; "
-        f"taking over in {until - now:.1f} s",
-        until=until,
+        reason=f"{names} of epoch {epoch_id(view)} disappeared without proof of death; {wait}", until=until
     )
+
+
+def _missing_since(view: View, seat: Seat, begun: float | None, now: float) -> float:
+    if begun is not None and is_live(view, seat):
+        return begun
+    return view.gone_since.get(seat.replica_id, now)
 
 
 def _has_left(view: View, seat: Seat) -> bool:
@@ -164,7 +202,13 @@ def _wait_to_gather(view: View, chosen: list[str], policy: Policy, now: float) -
     return Wait(reason=f"gathering replica groups for {policy.gather_window:g} s{more}", until=until)
 
 
-def _proposal(view: View, candidates: Mapping[str, Ticket], chosen: list[str], old: list[str]) -> Propose:
+def _proposal(
+    view: View,
+    candidates: Mapping[str, Ticket],
+    chosen: list[str],
+    old: list[str],
+    given_up: list[Seat],
+) -> Propose:
     seats = tuple(Seat(r, candidates[r].incarnation, candidates[r].version) for r in chosen)
     # Rule 6. A ticket also tells the newest epoch that its holder has heard of.
     floor = max(max(t.version.epoch, t.epoch - 1) for t in candidates.values())
@@ -174,7 +218,8 @@ def _proposal(view: View, candidates: Mapping[str, Ticket], chosen: list[str], o
     parts = [f"joined: {_names(joined)}"] if joined else []
     parts += [f"without: {_names(lost)}"] if lost else []
     reason = "; ".join(parts) or "same members again"
-    return Propose(id=max(epoch_id(view), floor) + 1, seats=seats, reason=reason)
+    absent = tuple(s.replica_id for s in given_up if s.replica_id not in view.members)[:MAX_ABSENT]
+    return Propose(id=max(epoch_id(view), floor) + 1, seats=seats, reason=reason, absent=absent)
 
 
 def _names(replica_ids: list[str]) -> str:

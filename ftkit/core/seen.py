@@ -30,30 +30,57 @@ class Seen:
     listed: set[str] = field(default_factory=set)
     tickets_seen: dict[str, float] = field(default_factory=dict)
     gone_since: dict[str, float] = field(default_factory=dict)
+    _revisions: dict[str, int] = field(default_factory=dict)
+    """Of each member key, when it was last written."""
+    _last: dict[str, str] = field(default_factory=dict)
+    """Of each member that was ever seen, the last incarnation."""
+    _past: set[tuple[str, str]] = field(default_factory=set)
+    """Incarnations that another one has followed."""
 
     def absorb(self, event: ev.Listed | ev.Changed, now: float) -> None:
         """Take a listing or a change over."""
         if isinstance(event, ev.Listed):
-            self.listed.add(event.section)
-            if event.section == "epoch":
-                self.epoch = cast("Epoch | None", event.items.get(""))
-                self.epoch_revision = event.revisions.get("", 0)
-            elif event.section == "abort":
-                self.abort = cast("Abort | None", event.items.get(""))
-            else:
-                table = self._table(event.section)
-                table.clear()
-                table.update(event.items)
+            self._absorb_listing(event)
         elif event.section == "epoch":
-            self.epoch = cast("Epoch | None", event.value)
-            self.epoch_revision = event.revision if event.value is not None else 0
+            self._set_epoch(cast("Epoch | None", event.value), event.revision)
         elif event.section == "abort":
             self.abort = cast("Abort | None", event.value)
         elif event.value is None:
             self._table(event.section).pop(event.name, None)
         else:
             self._table(event.section)[event.name] = event.value
+            if event.section == "members":
+                self._note(event.name, cast("Record", event.value), event.revision)
         self._date(now)
+
+    def _absorb_listing(self, event: ev.Listed) -> None:
+        self.listed.add(event.section)
+        if event.section == "epoch":
+            self._set_epoch(cast("Epoch | None", event.items.get("")), event.revisions.get("", 0))
+        elif event.section == "abort":
+            self.abort = cast("Abort | None", event.items.get(""))
+        else:
+            table = self._table(event.section)
+            table.clear()
+            table.update(event.items)
+        if event.section == "members":
+            self.gone_since.clear()  # who is gone now may have been here meanwhile
+            for name, record in self.members.items():
+                self._note(name, record, event.revisions.get(name, 0))
+
+    def _set_epoch(self, epoch: Epoch | None, revision: int) -> None:
+        if self.epoch is None or epoch is None or epoch.id != self.epoch.id:
+            self.gone_since.clear()  # it counts from the epoch's own beginning, at the earliest
+        self.epoch = epoch
+        self.epoch_revision = 0 if epoch is None else revision
+
+    def _note(self, name: str, record: Record, revision: int) -> None:
+        self._revisions[name] = revision
+        last = self._last.get(name, record.incarnation)
+        if last != record.incarnation:
+            self._past.add((name, last))
+        self._past.discard((name, record.incarnation))
+        self._last[name] = record.incarnation
 
     def _table(self, section: str) -> dict[str, object]:
         return cast("dict[str, object]", getattr(self, section))
@@ -67,6 +94,12 @@ class Seen:
         gone = {s.replica_id for s in seats if not is_live(view, s)}
         self.gone_since = {r: self.gone_since.get(r, now) for r in gone}
 
+    def restart_clocks(self, now: float) -> None:
+        """What was seen may have been otherwise in between: all waiting begins anew."""
+        self.tickets_seen.clear()
+        self.gone_since.clear()
+        self._date(now)
+
     def view(self) -> View:
         """Snapshot for the pure functions; shares the tables, does not copy them."""
         return View(
@@ -76,6 +109,22 @@ class Seen:
             epoch=self.epoch,
             tickets_seen=self.tickets_seen,
             gone_since=self.gone_since,
+            behind=self._behind(),
+        )
+
+    def _behind(self) -> frozenset[str]:
+        """Name the seats whose member key shows another incarnation that may be older than the epoch.
+
+        The watches lag independently: the epoch may name an incarnation of which we have yet to hear.
+        """
+        seats = () if self.epoch is None else self.epoch.seats
+        return frozenset(
+            s.replica_id
+            for s in seats
+            if (record := self.members.get(s.replica_id)) is not None
+            and record.incarnation != s.incarnation
+            and (s.replica_id, s.incarnation) not in self._past
+            and self._revisions.get(s.replica_id, 0) <= self.epoch_revision
         )
 
 

@@ -1,0 +1,70 @@
+"""Judge an epoch by what was seen: may it begin for this member, is it over, who would like to join?
+
+Pure questions about `Seen`; what follows from the answers is the machine's business.
+"""
+
+from __future__ import annotations
+
+from ftkit.core import events as ev
+from ftkit.core.model import Epoch, Policy, Seat
+from ftkit.core.quorum import obituary, standing_ticket
+from ftkit.core.seen import Seen
+
+
+def objection(seen: Seen, replica_id: str, want: ev.Want, epoch: Epoch, *, frozen: bool) -> str | None:
+    """Say why an epoch that names this member is over before it has begun, or None."""
+    seat = epoch.seat(replica_id)
+    if want.leaving:
+        return "it is leaving"
+    if frozen:
+        return "it is frozen"
+    if seat is None or seat.version != want.version:
+        return "the epoch rests on a stale view of its version"
+    if seen.abort is not None and seen.abort.epoch == epoch.id:
+        return seen.abort.why or "the epoch was aborted"
+    view = seen.view()
+    dead = [s.replica_id for s in epoch.seats if obituary(view, s) is not None]
+    return f"{dead[0]} is dead" if dead else None
+
+
+def end_of(seen: Seen, replica_id: str, running: Epoch) -> str | None:
+    """Say why the running epoch is over, or None."""
+    if seen.epoch is not None and seen.epoch.id > running.id:
+        return f"superseded by epoch {seen.epoch.id}"
+    if seen.abort is not None and seen.abort.epoch == running.id:
+        return seen.abort.why or f"aborted by {seen.abort.by}"
+    view = seen.view()
+    for seat in running.seats:
+        how = None if seat.replica_id == replica_id else obituary(view, seat)
+        if how is not None and not _left_as_planned(seen, seat):
+            return f"{seat.replica_id} is gone: {how}"
+    return None
+
+
+def _left_as_planned(seen: Seen, seat: Seat) -> bool:
+    departed = seen.departed.get(seat.replica_id)
+    return departed is not None and departed.incarnation == seat.incarnation and departed.planned
+
+
+def those_who_left(seen: Seen, replica_id: str, running: Epoch) -> list[str]:
+    """Name the others who have left the running epoch without an error: by goodbye, or for the next one."""
+    left = []
+    for seat in running.seats:
+        ticket = seen.tickets.get(seat.replica_id)
+        asks = ticket is not None and ticket.epoch > running.id and ticket.incarnation == seat.incarnation
+        if seat.replica_id != replica_id and (asks or _left_as_planned(seen, seat)):
+            left.append(seat.replica_id)
+    return left
+
+
+def outsiders(seen: Seen, running: Epoch, policy: Policy) -> dict[str, float]:
+    """Name those outside the epoch who hold a ticket and would be admitted, and since when they ask."""
+    if policy.max_replicas and len(running.seats) >= policy.max_replicas:
+        return {}
+    view = seen.view()
+    inside = {(s.replica_id, s.incarnation) for s in running.seats}
+    return {
+        r: seen.tickets_seen.get(r, 0.0)
+        for r in seen.tickets
+        if (t := standing_ticket(view, r)) is not None and not t.leaving and (r, t.incarnation) not in inside
+    }
