@@ -120,7 +120,16 @@ def _launch(args: argparse.Namespace, script: Path, folder: Path) -> Launch:
     train += ["--width", 96, "--layers", 3, "--context", 64, "--batch-size", 8, "--lr", 0.003]
     train += ["--hash-every", 10, "--eval-every", 50, "--log-samples", "--log-jsonl", folder / "journal"]
     words = ["--groups", args.groups, "--etcd", EMBEDDED, "--job", "demo", "--grace", END_S / 2]
-    words += ["--min-replicas", max(1, args.groups - 1), "--restart-delay", 0.2, "--log-dir", folder / "logs"]
+    words += [
+        "--min-replicas",
+        max(1, args.groups - 1),
+        "--restart-delay",
+        0.2,
+        "--max-restarts",
+        3,
+        "--log-dir",
+        folder / "logs",
+    ]
     command = [str(word) for word in [*words, "--", script, *train]]
     return Launch(command, env=env, log=folder / "launch.log", before_exec=die_with_parent())
 

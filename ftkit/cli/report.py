@@ -187,7 +187,7 @@ def _stats(job: Job, record: Record) -> Mapping[str, object]:
 
 
 def _step(stats: Mapping[str, object], seat: Seat | None) -> int | None:
-    """Return the last step known: the version that it entered the epoch with may be newer than its figures."""
+    """Return the last step known: the version that it entered the epoch with may be newer than stats."""
     step = number(stats, "step")
     if seat is None or seat.version.step == 0:
         return None if step is None else int(step)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from ftkit.config_values import DEFAULT_PORT
 from ftkit.errors import EtcdUnavailable
@@ -18,6 +21,8 @@ from ftkit.launcher.process import Guardian
 
 if TYPE_CHECKING:
     from ftkit.keeper.embedded import EtcdServer
+
+_READY_S = 60.0
 
 
 @contextlib.contextmanager
@@ -49,11 +54,28 @@ def _start(guardian: Guardian, data_dir: Path, port: int) -> EtcdServer:
         server.start(wait=False)
         assert server.process is not None
         guardian.tell(f"pid {server.process.pid}")
-        server.wait_ready()
+        deadline = time.monotonic() + _READY_S
+        while not _healthy(server.url):
+            if server.process.poll() is not None or time.monotonic() > deadline:
+                server.wait_ready(0.0)  # says what is wrong
+                break
+            time.sleep(0.02)
     except BaseException:
         server.stop()
         raise
     return server
+
+
+def _healthy(url: str) -> bool:
+    """Ask over plain HTTP: a gRPC client would leave threads behind in a process that is about to fork."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        return b'"true"' in connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -302,6 +304,18 @@ def test_asking_for_embedded_in_words_needs_no_explanation(start: Start) -> None
     assert run.wait() == 0
     assert run.out[0].startswith("[trainer-0] http://127.0.0.1:")
     assert "neither" not in run.text
+
+
+def test_a_taken_port_does_not_stop_the_embedded_etcd(start: Start) -> None:
+    """etcd's usual port is only preferred: another launch, or a real etcd, may have it."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # taken already: all the better
+            taken.bind(("127.0.0.1", 2379))
+            taken.listen()
+        run = start("launch", "--groups", 1, "--", "sh", "-c", "echo $FTKIT_ETCD")
+        assert run.wait() == 0
+    assert run.out[0] != "[trainer-0] http://127.0.0.1:2379"
 
 
 def etcds_below(folder: Path) -> list[int]:
