@@ -16,7 +16,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from ftkit.errors import Aborted, ConfigError, GroupError
 from ftkit.groups import sockets
 from ftkit.groups.rendezvous import Attempt
 from ftkit.groups.session import Session
-from ftkit.groups.store import leak, split_address
+from ftkit.groups.store import split_address
 from ftkit.groups.work import FailedWork, GroupWork
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,16 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 _DRAIN_S = 30.0
 """How long `abort` waits for pending operations; they end in milliseconds unless something is badly wrong."""
+
+
+class _Absent(NamedTuple):
+    """Why there is no session."""
+
+    kind: type[GroupError]
+    why: str
+
+    def error(self) -> GroupError:
+        return self.kind(self.why)
 
 
 class ProcessGroup(ABC):
@@ -54,8 +64,9 @@ class ProcessGroup(ABC):
         self._session: Session | None = None
         self._attempt: Attempt | None = None
         self._leftovers: list[Session] = []
-        self._absent: GroupError = GroupError("the process group is not configured; call configure() first")
+        self._absent = _Absent(GroupError, "the process group is not configured; call configure() first")
         self._closed = False
+        sockets.hidden.add(self)
 
     @abstractmethod
     def _build(self, attempt: Attempt) -> Session:
@@ -78,32 +89,30 @@ class ProcessGroup(ABC):
                 if self._closed:
                     raise GroupError("the process group is closed")
                 self._attempt = attempt
-            sockets.hidden.add(attempt, attempt.fds, self._forget_in_child)
             try:
                 self._await(attempt)
             finally:
-                sockets.hidden.remove(attempt)
                 with self._lock:
                     self._attempt = None
                     session = attempt.take()
                     if session is not None and attempt.given_up is None:
-                        sockets.hidden.add(session, session.fds, self._forget_in_child)
                         self._session, session = session, None
                 if session is not None:
                     session.drain(0.0)
                     self._leftovers.append(session)
+                    del session
             if attempt.given_up is not None:
                 raise Aborted(attempt.given_up)
 
     def _await(self, attempt: Attempt) -> None:
         attempt.thread.start()
         if not attempt.settled.wait(attempt.left_s()) and attempt.given_up is None:
-            error = GroupError(
+            why = (
                 f"rendezvous {attempt.prefix!r} of rank {attempt.rank} of {attempt.size} failed within"
                 f" {attempt.timeout_s:g} s: {attempt.phase}"
             )
-            attempt.give_up(str(error))
-            raise error
+            attempt.give_up(why)
+            raise GroupError(why)
         if attempt.given_up is not None:
             raise Aborted(attempt.given_up)
         if attempt.error is not None:
@@ -133,13 +142,12 @@ class ProcessGroup(ABC):
             session = self._session
             if session is not None:
                 session.aborted = session.aborted or reason
-                self._absent = Aborted(reason)
+                self._absent = _Absent(Aborted, reason)
         if session is None:
             return
         # Two threads may abort at once: both wait for the end, one puts the session away.
         if not session.drain(_DRAIN_S):
             log.error("operations of %s were still pending %.0f s after its abort", self, _DRAIN_S)
-        sockets.hidden.remove(session)
         with self._lock:
             if self._session is session:
                 self._session = None
@@ -196,40 +204,44 @@ class ProcessGroup(ABC):
         """Return why the current group is of no use any more, None while all is well."""
         session = self._session
         if session is None:
-            return self._absent
+            return self._absent.error()
         if session.aborted is not None:
             return Aborted(session.aborted)
         session.prune()
-        return session.error
+        return None if session.error is None else GroupError(session.error)
 
     def _current(self) -> Session:
         session = self._session
         if session is None or session.aborted is not None:
-            raise self._absent
+            raise self._absent.error()
         return session
 
-    def _forget_in_child(self) -> None:
-        # In a forked child: torch's objects must never be destroyed there, and locks may be held.
-        leak((self._session, self._attempt, list(self._leftovers)))
+    def hidden_fds(self) -> list[int]:
+        """Return the descriptors that a forked child must let go of."""
+        return []  # the session and the attempt hide theirs
+
+    def forget_in_child(self) -> None:
+        """Start anew in a forked child: the sessions are the parent's."""
         self._lock = threading.Lock()
         self._configuring = threading.Lock()
         self._session, self._attempt, self._leftovers = None, None, []
-        self._absent = GroupError("the process group belongs to the parent process; configure() one here")
+        self._absent = _Absent(GroupError, "the group is the parent process's; call configure() in this one")
 
     def _launch(self, start: Callable[[Any], Work], *, tracked: bool = True) -> Work:
         with self._lock:
             session = self._session
             if session is None:
-                return FailedWork(self._absent)
+                return FailedWork(self._absent.kind, self._absent.why)
             if session.aborted is not None:
-                return FailedWork(Aborted(session.aborted))
+                return FailedWork(Aborted, session.aborted)
             session.prune()
             if session.error is not None:
-                return FailedWork(session.error)
+                return FailedWork(GroupError, session.error)
             try:
                 inner = start(session.backend)
             except RuntimeError as error:
-                return FailedWork(session.failed(str(error), error))
+                failed = session.failed(str(error))
+                return FailedWork(type(failed), str(failed))
             if tracked:
                 session.pending.append(inner)
         return GroupWork(inner, session.failed)

@@ -126,7 +126,7 @@ class _GlooSession(Session):
     def is_severed(self) -> bool:
         return self._clear
 
-    def fds(self) -> list[int]:
+    def hidden_fds(self) -> list[int]:
         return self._device.fds() + ([] if self.link is None else self.link.fds())
 
     def process_group(self) -> dist.ProcessGroup:

@@ -18,8 +18,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from ftkit.errors import GroupError
+from ftkit.groups import sockets
 from ftkit.groups.session import Session
-from ftkit.groups.store import StoreLink, delete_keys
+from ftkit.groups.store import StoreLink, delete_keys, leak
 
 _GIVE_UP_GRACE_S = 0.05
 """How long a rendezvous that is given up may take to end before it is left to end by itself."""
@@ -59,6 +60,7 @@ class Attempt:
         self._session: Session | None = None
         self._is_taken = False
         self.thread = threading.Thread(target=self._run, name=f"ftkit-rendezvous-{prefix}", daemon=True)
+        sockets.hidden.add(self)
 
     def give_up(self, why: str) -> None:
         """Make the try fail; return when it has ended, or soon anyway (no tensor is involved yet)."""
@@ -85,9 +87,13 @@ class Attempt:
             if time.monotonic() > until:
                 return False
 
-    def fds(self) -> list[int]:
+    def hidden_fds(self) -> list[int]:
         """Return the descriptors that a forked child must let go of."""
         return self.link.fds() + self.part_fds()
+
+    def forget_in_child(self) -> None:
+        """Never be freed in a forked child."""
+        leak((self, self.cut_parts, self.part_fds))
 
     def left_s(self) -> float:
         """Return the time left, in seconds, never quite zero."""

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed import Work
 
 from ftkit.errors import Aborted, GroupError
-from ftkit.groups.store import StoreLink
+from ftkit.groups import sockets
+from ftkit.groups.store import StoreLink, leak
 
 
 class Session(ABC):
@@ -29,11 +30,13 @@ class Session(ABC):
         self.backend = backend
         self.rank = rank
         self.size = size
-        self.error: GroupError | None = None
+        # Reasons are kept as text: a stored exception would keep alive what its traceback saw, tensors too.
+        self.error: str | None = None
         self.aborted: str | None = None
         self.link: StoreLink | None = None
         self.pending: deque[Work] = deque()
         self._group: dist.ProcessGroup | None = None
+        sockets.hidden.add(self)
 
     @abstractmethod
     def sever(self) -> None:
@@ -44,22 +47,25 @@ class Session(ABC):
         """Say whether nothing can write into a tensor any more, once the pending collectives have ended."""
 
     @abstractmethod
-    def fds(self) -> list[int]:
+    def hidden_fds(self) -> list[int]:
         """Return the descriptors that a forked child must let go of."""
 
     @abstractmethod
     def process_group(self) -> dist.ProcessGroup:
         """Return the session as a full ProcessGroup, made when first asked for."""
 
-    def failed(self, message: str, cause: BaseException | None = None) -> GroupError:
+    def forget_in_child(self) -> None:
+        """Never be freed in a forked child, whoever held this session, even garbage not yet collected."""
+        leak(self)
+
+    def failed(self, message: str) -> GroupError:
         """Note a failed operation, and return the error that its caller should see."""
         if self.aborted is not None:
             return Aborted(self.aborted)
-        error = GroupError(f"a collective of rank {self.rank} of {self.size} failed: {message}")
-        error.__cause__ = cause
+        message = f"a collective of rank {self.rank} of {self.size} failed: {message}"
         if self.error is None:
-            self.error = error
-        return error
+            self.error = message
+        return GroupError(message)
 
     def prune(self) -> None:
         """Forget the collectives that have ended, and note if one has failed."""
@@ -69,7 +75,7 @@ class Session(ABC):
                 try:
                     pending.popleft().wait()
                 except RuntimeError as error:
-                    self.failed(str(error), error)
+                    self.failed(str(error))
 
     def drain(self, timeout_s: float) -> bool:
         """Sever, and wait until nothing can write into a tensor any more; say whether that was reached."""

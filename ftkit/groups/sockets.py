@@ -12,9 +12,10 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 log = logging.getLogger(__name__)
 
@@ -163,37 +164,47 @@ def _link(name: str) -> str:
         return ""
 
 
-class Hidden:
-    """What forked children must let go of: a child that outlives us would keep our connections open.
+class Hideable(Protocol):
+    """What owns connections that forked children must let go of."""
 
-    DataLoader workers are such children. Closing does not suffice for the child itself, as torch's
-    objects in it still hold the numbers; each is replaced by `/dev/null`.
+    def hidden_fds(self) -> list[int]:
+        """Return the descriptors; called in the child, where any lock may be held for ever."""
+
+    def forget_in_child(self) -> None:
+        """Forget, in the child, all that they belong to."""
+
+
+class Hidden:
+    """The owners of connections that forked children must let go of.
+
+    DataLoader workers are such children: one that outlives us would keep our connections open. Closing does
+    not suffice, as torch's objects in the child still hold the numbers; each becomes `/dev/null`.
     """
 
     def __init__(self) -> None:
-        self._owners: dict[int, tuple[Callable[[], list[int]], Callable[[], None]]] = {}
+        self._owners: dict[int, weakref.ref[Hideable]] = {}
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._in_child)
 
-    def add(self, owner: object, fds: Callable[[], list[int]], forget: Callable[[], None]) -> None:
-        """From now on children let go of `fds()` when they are born, and then call `forget`."""
-        self._owners[id(owner)] = (fds, forget)
-
-    def remove(self, owner: object) -> None:
-        """Stop hiding what `add` registered for this owner."""
-        self._owners.pop(id(owner), None)
+    def add(self, owner: Hideable) -> None:
+        """From now on, and while the owner lives, children let go of its descriptors when they are born."""
+        key = id(owner)
+        self._owners[key] = weakref.ref(owner, lambda _: self._owners.pop(key, None) and None)
 
     def _in_child(self) -> None:
         # Only the thread that forked is left, and any lock may be held by one that is not: take none.
-        owners, self._owners = list(self._owners.values()), {}
+        references, self._owners = list(self._owners.values()), {}
+        # All are held until each has forgotten: one must not free another here.
+        owners = [owner for owner in (reference() for reference in references) if owner is not None]
         null = -1
-        for fds, forget in owners:
+        for owner in owners:
             try:
-                for fd in fds():
+                for fd in owner.hidden_fds():
                     if null < 0:
                         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
                     os.dup2(null, fd, inheritable=False)
-                forget()
+                owner.forget_in_child()
+                self.add(owner)  # it may be used in the child, and the child may fork
             except Exception:  # a child without its parent's groups must still be able to run
                 log.exception("a forked child could not let go of its parent's connections")
         if null >= 0:

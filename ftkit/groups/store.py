@@ -88,11 +88,10 @@ class RendezvousStore:
         self._poller = _poller_of(self._listener)
         host = advertise or (socket.gethostname() if bind in _WILDCARDS else bind)
         self.address = join_address(host, port)
-        sockets.hidden.add(self, self._hidden_fds, self._forget)
+        sockets.hidden.add(self)
 
     def close(self) -> None:
         """Stop serving; members that are in the middle of a rendezvous here get an error."""
-        sockets.hidden.remove(self)
         self._store = None
 
     def num_keys(self) -> int:
@@ -105,7 +104,10 @@ class RendezvousStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _hidden_fds(self) -> list[int]:
+    def hidden_fds(self) -> list[int]:
+        """Return the descriptors that a forked child must let go of."""
+        if self._store is None:
+            return []
         # The server's own client is a connection to this port as well; the poller has the other ends.
         ours = sockets.targets(self._poller) if self._poller >= 0 else [self._listener]
         fds = [d.fd for d in ours if sockets.is_socket(d)]
@@ -115,7 +117,10 @@ class RendezvousStore:
                 fds.append(d.fd)
         return fds + ([self._poller] if self._poller >= 0 else [])
 
-    def _forget(self) -> None:
+    def forget_in_child(self) -> None:
+        """Forget the server, which lives in the parent only."""
+        if self._store is None:
+            return
         leak(self._store)
         self._store = None
 

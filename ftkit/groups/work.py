@@ -19,7 +19,7 @@ from ftkit.errors import GroupError
 class GroupWork(Work):
     """A collective in flight."""
 
-    def __init__(self, inner: Work, failed: Callable[[str, BaseException | None], GroupError]) -> None:
+    def __init__(self, inner: Work, failed: Callable[[str], GroupError]) -> None:
         super().__init__()
         self._inner = inner
         self._failed = failed
@@ -29,9 +29,9 @@ class GroupWork(Work):
         try:
             done = self._inner.wait() if timeout is None else self._inner.wait(timeout)
         except RuntimeError as error:
-            raise self._failed(str(error), error) from error
+            raise self._failed(str(error)) from error
         if not done:
-            raise self._failed("the operation was interrupted", None)
+            raise self._failed("the operation was interrupted")
         return True
 
     def is_completed(self) -> bool:
@@ -58,13 +58,14 @@ class GroupWork(Work):
 class FailedWork(Work):
     """A collective that had failed before it began: the group is aborted, broken or was never configured."""
 
-    def __init__(self, error: GroupError) -> None:
+    def __init__(self, kind: type[GroupError], why: str) -> None:
         super().__init__()
-        self._error = error
+        self._kind = kind
+        self._why = why
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raise the reason at once."""
-        raise self._error
+        raise self._kind(self._why)
 
     def is_completed(self) -> bool:
         """Say yes: it has ended before it began."""
@@ -73,13 +74,13 @@ class FailedWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that has failed."""
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_exception(self._error)
+        future.set_exception(self._kind(self._why))
         return future
 
     def result(self) -> list[torch.Tensor]:
         """Raise the reason at once."""
-        raise self._error
+        raise self._kind(self._why)
 
     def synchronize(self) -> None:
         """Raise the reason at once."""
-        raise self._error
+        raise self._kind(self._why)
