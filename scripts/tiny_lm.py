@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn import functional
 
 
-def read_text(limit: int = 4_000_000) -> torch.Tensor:
-    """Return English and Python that every machine has, as bytes."""
+def read_text(limit: int) -> torch.Tensor:
+    """Return English and Python that every machine has, at most `limit` bytes."""
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)).encode()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(text) >= limit:
             break
         text += path.read_bytes()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text[:limit]), dtype=torch.uint8)
 
 
 class Windows(torch.utils.data.Dataset[torch.Tensor]):

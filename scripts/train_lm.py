@@ -43,6 +43,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--width", type=int, default=128, help="size of the hidden states (default: 128)")
     add("--layers", type=int, default=4, help="number of transformer blocks (default: 4)")
     add("--context", type=int, default=64, help="bytes that the model sees (default: 64)")
+    add("--text-bytes", type=int, default=4_000_000, help="how much text to read (default: 4000000)")
     add("--lr", type=float, default=2e-3, help="peak learning rate (default: 2e-3)")
     add("--warmup", type=int, default=20, help="steps until the peak, then a cosine (default: 20)")
     add("--decay-steps", type=int, help="where the cosine ends (default: --steps)")
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    pieces = Windows(read_text(), args.context)
+    pieces = Windows(read_text(args.text_bytes), args.context)
     held_out, training = torch.utils.data.random_split(
         pieces, [64, len(pieces) - 64], torch.Generator().manual_seed(0)
     )
