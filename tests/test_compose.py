@@ -5,6 +5,7 @@ The services' own commands and variables are started as local processes; only ad
 
 import ast
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -44,9 +45,14 @@ SERVICE_KEYS = {
 """The keys of the compose specification that we use; another one is probably a slip of the pen."""
 
 
+SHORT = {"STEPS": "120", "STEP_TIME": "0.1"}
+"""What a person would export before `docker compose up` for a short run."""
+
+
 def filled_in(text: str) -> str:
-    """Replace ${NAME:-default} as compose does when the variable is not set."""
-    return re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda m: m.group(1) or "", text).replace("$$", "$")
+    """Replace ${NAME:-default} as compose does."""
+    pattern = r"\$\{(\w+)(?::-([^}]*))?\}"
+    return re.sub(pattern, lambda m: SHORT.get(m[1]) or m[2] or "", text).replace("$$", "$")
 
 
 def environment(name: str) -> dict[str, str]:
@@ -141,6 +147,16 @@ def test_the_image_installs_first_what_the_package_needs():
     assert {re.split(r"[>=<; ]", item)[0] for item in needed} == listed
 
 
+def children(pid: int) -> list[int]:
+    """Return the pids of a process's children."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
 class Here:
     """The services' processes on this machine: who has which address, and all of them ended at the end."""
 
@@ -159,15 +175,17 @@ class Here:
             text = text.replace(there, here)
         return text.replace("/var/lib/etcd", str(self.folder / name))
 
-    def start(self, name: str, *more: str) -> None:
-        words = [self.place(name, word) for word in command(name)] + list(more)
-        programs = {"/usr/local/bin/etcd": str(find_etcd()), "python": sys.executable}
-        variables = {key: self.place(name, value) for key, value in environment(name).items()}
+    def variables(self, name: str) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("FTKIT_", "ETCDCTL_"))}
+        return {**kept, **{key: self.place(name, value) for key, value in environment(name).items()}}
+
+    def start(self, name: str) -> None:
+        words = [self.place(name, word) for word in command(name)]
+        programs = {"/usr/local/bin/etcd": str(find_etcd()), "python": sys.executable}
         with self.log(name).open("ab") as output:
             self.processes[name] = subprocess.Popen(
                 [programs[words[0]], *words[1:]],
-                env={**kept, **variables},
+                env=self.variables(name),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -191,11 +209,43 @@ class Here:
             assert time.monotonic() < deadline, self.log("etcd-1").read_text()[-2000:]
             time.sleep(0.1)
 
-    def stop(self) -> None:
-        for process in reversed(self.processes.values()):
+    def kill(self, name: str) -> None:
+        """Do what `docker compose kill` does: all of a container's processes die at once, the keeper too."""
+        process = self.processes[name]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGSTOP)  # it must not see its keeper die, nor the keeper it
+        for pid in [*children(process.pid), process.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def status(self) -> dict:
+        """Run the service `ftkit` as `docker compose run --rm ftkit status --json` would."""
+        assert (SERVICES["ftkit"]["entrypoint"], SERVICES["ftkit"]["command"]) == (["ftkit"], ["status"])
+        words = [sys.executable, "-m", "ftkit.cli.main", "status", "--json"]
+        answer = subprocess.run(
+            words, env=self.variables("ftkit"), capture_output=True, check=True, timeout=30
+        )
+        return json.loads(answer.stdout)
+
+    def wait_members(self, *names: str, timeout_s: float = 60.0) -> None:
+        """Wait until the job trains with exactly these."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            members = {m["replica_id"] for m in status["members"] if m["rank"] is not None and m["live"]}
+            if status["state"] == "training" and members == set(names):
+                return
+            logs = "\n".join(self.log(name).read_text(errors="replace")[-2000:] for name in TRAINERS)
+            assert time.monotonic() < deadline, f"{status}\n{logs}"
+            time.sleep(0.5)
+
+    def wait_end(self, name: str, timeout_s: float = 90.0) -> int:
+        return self.processes[name].wait(timeout_s)
+
+    def stop(self) -> None:
+        for name in reversed(self.processes):
+            self.kill(name)
 
 
 @pytest.fixture
@@ -214,3 +264,27 @@ def test_the_three_etcds_form_a_cluster_and_their_health_check_sees_it(here):
     for name in ETCDS[1:]:
         here.start(name)
     here.wait_healthy()
+
+
+@pytest.mark.timeout(240)
+def test_the_services_train_through_the_loss_of_a_trainer_and_of_an_etcd(here):
+    """What the head of docker-compose.yml promises, with the very processes that it starts."""
+    for name in ETCDS:
+        here.start(name)
+    here.wait_healthy()
+    for name in TRAINERS:
+        here.start(name)
+    here.wait_members(*TRAINERS)
+
+    here.kill("trainer-1")
+    here.wait_members("trainer-0", "trainer-2")
+    here.start("trainer-1")
+    here.kill("etcd-1")
+    here.wait_members(*TRAINERS)
+
+    here.processes["trainer-2"].send_signal(signal.SIGTERM)
+    assert here.wait_end("trainer-2") == 0
+    assert [here.wait_end(name) for name in ("trainer-0", "trainer-1")] == [0, 0]
+    ends = {re.findall(r"version (\S+) sha256 (\w+)", here.log(n).read_text())[-1] for n in TRAINERS[:2]}
+    assert len(ends) == 1, ends
+    assert ends.pop()[0].endswith("-120")
