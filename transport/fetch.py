@@ -141,7 +141,7 @@ def _new_ledger(manifest: Manifest) -> Ledger:
 
 
 def _describe(sources: Sequence[Source]) -> str:
-    return "; ".join(f"{source.address}: {source.last}" for source in sources)
+    return "; ".join(f"{source.address}: {source.report}" for source in sources)
 
 
 def _no_source_left(version: str, sources: Sequence[Source]) -> TransportError:
@@ -152,5 +152,5 @@ def _no_source_left(version: str, sources: Sequence[Source]) -> TransportError:
             kind = special
     return kind(
         f"no source can give version {version!r}: {_describe(sources)}",
-        {source.address: source.last for source in sources},
+        {source.address: source.report for source in sources},
     )

@@ -171,7 +171,7 @@ def _check_entry(entry: TensorEntry, blocks: list[Block]) -> None:
     if elements >= 2**62:
         raise MalformedState(f"tensor {name!r} has an impossible shape")
     if block.pack == "rows":
-        fits = entry.offset == 0 and elements * itemsize == block.nbytes
+        fits = entry.offset == 0 and entry.stride is None and elements * itemsize == block.nbytes
     elif block.pack in ("", "mask"):
         room = block.nbytes if block.pack == "" else block.span
         fits = entry.offset >= 0 and entry.offset % itemsize == 0

@@ -158,7 +158,7 @@ class _Matcher:
         entry, target = self._manifest.tensors[node[1]], self.targets[node[1]]
         if isinstance(value, torch.Tensor):
             raise StateMismatch(path, "here is a tensor, the source has an array or bytes")
-        if entry.dtype != "uint8" or len(entry.shape) != 1 or entry.dist is not None:
+        if entry.dtype != "uint8" or len(entry.shape) != 1 or entry.dist is not None or entry.device != "cpu":
             raise MalformedState(f"{entry.name!r} is not a run of bytes")
         if node[0] != "n":
             target.as_bytes = bytes if node[0] == "B" else bytearray

@@ -117,13 +117,16 @@ class Server:
             if self._closed:
                 sock.close()
                 return
-            strangers = [c for c in self._connections if not c.authorized]
-            if len(self._connections) >= self._limits.connections:
-                if not strangers:
+            places = [c for c in self._connections if not c.evicted]
+            if len(places) >= self._limits.connections:
+                strangers = [c for c in places if not c.authorized]
+                if not strangers or len(self._connections) >= 2 * self._limits.connections:
                     sock.close()
                     log.warning("refused a connection: all %d places are taken", self._limits.connections)
                     return
-                min(strangers, key=lambda c: c.since).cut()
+                oldest = min(strangers, key=lambda c: c.since)
+                oldest.evicted = True
+                oldest.cut()
             self._connections.add(connection)
         try:
             connection.thread.start()
@@ -151,6 +154,7 @@ class _Connection:
         self.sock = sock
         self.since = time.monotonic()
         self.authorized = False
+        self.evicted = False
         self._server = server
         self._buffer = bytearray()
         self._reader = HostReader()

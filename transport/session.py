@@ -42,6 +42,8 @@ class Source:
     last: str = "not asked yet"
     num_lost: int = 0
     num_stalls: int = 0
+    total_lost: int = 0
+    total_stalls: int = 0
     num_bad: int = 0
     audit_failures: int = 0
     idle: int = 0
@@ -49,6 +51,14 @@ class Source:
     bytes_received: int = 0
     busy_s: float = 0.0
     resume_at: float = 0.0
+
+    @property
+    def report(self) -> str:
+        """Say what it did, for an error message."""
+        counts = {"times silent": self.total_stalls, "connections lost": self.total_lost}
+        details = [f"{self.bytes_received} bytes received"] if self.bytes_received else []
+        details += [f"{count} {what}" for what, count in counts.items() if count > 1 or (count and details)]
+        return f"{self.last} ({', '.join(details)})" if details else self.last
 
     @property
     def rate(self) -> float:
@@ -208,6 +218,6 @@ class Session:
             return  # sent by several, so that nobody knows whose part was wrong
         with self.changed:
             blamed[0].num_bad += 1
-            blamed[0].last = f"sent bytes {start} to {end} with a wrong checksum"
+        self.note(blamed[0], f"sent bytes {start} to {end} with a wrong checksum")
         if blamed[0].num_bad >= MAX_BAD:
             self.kill(blamed[0], ChecksumError(f"it sent {blamed[0].num_bad} chunks with a wrong checksum"))

@@ -73,6 +73,8 @@ class Worker:
     def _check(self) -> None:
         """Raise if there is a reason to stop waiting for the source."""
         self.session.check()
+        if self.source.dead is not None:
+            raise Over  # for this worker, because of what another has found out
         if self._extent is not None and self._too_slow(self._extent):
             raise _Slow
 
@@ -98,11 +100,13 @@ class Worker:
         except _Slow:
             session.note(source, "was slower than an idle source", MAX_PAUSE_S)
         except wire.Stalled:
+            source.total_stalls += 1
             source.num_stalls += self._is_news()
             session.note(
                 source, f"was silent for {session.settings.stall_s:g} s", self._pause_s(source.num_stalls)
             )
         except Lost as error:
+            source.total_lost += 1
             source.num_lost += self._is_news()
             if error.refused or source.num_lost >= MAX_LOST:
                 session.kill(source, SourceError(str(error)))
@@ -249,7 +253,8 @@ class Worker:
                 self._at += n
                 source.bytes_received += n
                 source.num_lost = source.num_stalls = 0
-                source.last = "was sending"
+                if source.dead is None:
+                    source.last = "was sending"
             if complete is not None:
                 self._check_chunk(ledger, plan, complete)
             self._check()

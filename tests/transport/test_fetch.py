@@ -146,13 +146,22 @@ def test_states_without_bytes_arrive(make_transport: Make, assert_same: Same, st
 @pytest.mark.parametrize(
     ("into", "message"),
     [
-        ({"model": {"a": torch.zeros(3), "b": torch.zeros(2, 3)}}, r"model/b: the source has float32\[2, 2\], here is float32\[2, 3\]"),
-        ({"model": {"a": torch.zeros(3).double(), "b": torch.zeros(2, 2)}}, r"model/a: .*float32\[3\], here is float64\[3\]"),
-        ({"model": {"a": torch.zeros(3), "b": torch.zeros(2, 2), "c": torch.zeros(1)}}, "model/c: .*not at the source"),
+        (
+            {"model": {"a": torch.zeros(3), "b": torch.zeros(2, 3)}},
+            r"model/b: .*float32\[2, 2\], here is float32\[2, 3\]",
+        ),
+        (
+            {"model": {"a": torch.zeros(3).double(), "b": torch.zeros(2, 2)}},
+            r"model/a: .*float32\[3\], here is float64\[3\]",
+        ),
+        (
+            {"model": {"a": torch.zeros(3), "b": torch.zeros(2, 2), "c": torch.zeros(1)}},
+            "model/c: .*not at the source",
+        ),
         ({"model": {"a": [torch.zeros(3)], "b": torch.zeros(2, 2)}}, "model/a: the source has a tensor"),
         ({"model": {"a": torch.zeros(3), "b": torch.zeros(2, 2)}, "n": torch.ones(1)}, "n: here is a tensor"),
     ],
-)  # fmt: skip
+)
 def test_another_model_is_refused_before_anything_is_written(
     make_transport: Make, into: dict[str, Any], message: str
 ) -> None:
