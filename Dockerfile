@@ -15,10 +15,10 @@ RUN pip install -c constraints.txt --extra-index-url "$TORCH_INDEX" \
 COPY pyproject.toml README.md LICENSE ./
 COPY ftkit ftkit
 COPY transport transport
+COPY scripts scripts
 RUN pip install -c constraints.txt '.[examples]'
 
-COPY scripts scripts
-RUN useradd --create-home trainer && mkdir /data && chown trainer /data
+RUN useradd --create-home trainer
 USER trainer
 
 CMD ["ftkit", "--help"]
