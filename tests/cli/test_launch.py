@@ -113,14 +113,14 @@ def test_a_rank_that_dies_takes_its_group_along_and_no_other(
     write(
         script,
         f"""
-mark = {str(tmp_path)!r} + '/' + me
-first = not os.path.exists(mark + '.1')
-if os.environ['RANK'] == '1' and first and me == 'trainer-0':
-    open(mark + '.1', 'w').close()
-    sys.exit(5)
-if me == 'trainer-0' and first:
+mark = {str(tmp_path)!r} + '/' + me + '.'
+mine = mark + os.environ['RANK']
+if me == 'trainer-0' and not os.path.exists(mine):
     signal.signal(signal.SIGTERM, lambda *_: (print('sibling ends'), sys.exit(0)))
-    time.sleep(60)
+    open(mine, 'w').close()
+    while os.environ['RANK'] == '0' or not os.path.exists(mark + '0'):
+        time.sleep(0.01)
+    sys.exit(5)
 print('done')
 """,
     )
