@@ -29,9 +29,10 @@ def draw(story: Story, recoveries: list[Recovery], begun: float, path: Path) -> 
     if held_out:
         above.plot(*zip(*held_out, strict=True), "o", color="#d68910", ms=6, label="held-out text")
     above.set_ylabel("loss (nats per byte)")
-    above.set_title("Loss of each committed step; a replica is killed, another one frozen", loc="left")
+    above.set_title("Loss of each committed step, and what happened meanwhile", loc="left")
     above.grid(alpha=0.25)
-    above.legend(loc="upper right", frameon=False)
+    above.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, borderaxespad=0.2)
+    above.margins(x=0.02)
 
     counts = [len(s.members) for s in story.lineage()]
     below.step(times, counts, where="post", color=_LOSS, lw=1.6)
@@ -73,10 +74,12 @@ def _mark(above: Any, below: Any, recovery: Recovery, begun: float, top: float, 
             axes.axvspan(at, at + recovery.first_commit_ms / 1000, color=colour, alpha=0.18, lw=0)
         for when, line_colour, _, _ in moments:
             axes.axvline(when, color=line_colour, lw=1.2, ls="--")
+    right = above.get_xlim()[1]
     for when, line_colour, label, height in moments:
+        outward = when < 0.85 * right  # the text stands on the side where there is room for it
         above.annotate(
-            label, (when, height), xytext=(5, 0), textcoords="offset points",
-            va="top", fontsize=9, color=line_colour,
+            label, (when, height), xytext=(5 if outward else -5, 0), textcoords="offset points",
+            va="top", ha="left" if outward else "right", fontsize=9, color=line_colour,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ def find_script() -> Path:
         ConfigError: it is in neither place.
     """
     clone = Path(__file__).resolve().parents[2] / "scripts" / SCRIPT
-    installed = Path(sys.prefix) / "share" / "ftkit" / SCRIPT
+    installed = Path(sysconfig.get_path("data")) / "share" / "ftkit" / SCRIPT
     for path in (clone, installed):
         if path.is_file():
             return path
