@@ -31,6 +31,8 @@ class Worker:
         """Start `python -m module arguments`."""
         self.log = log
         self.started = time.monotonic()
+        self._rows: list[Row] = []
+        self._read = 0
         environment = {**child_environment(**settings), "OMP_NUM_THREADS": "1"}
         with log.open("wb") as out, log.with_suffix(".err").open("wb") as err:
             self.process = subprocess.Popen(
@@ -42,10 +44,14 @@ class Worker:
             )
 
     def rows(self) -> list[Row]:
-        """Return the complete rows so far."""
-        text = self.log.read_text(errors="replace")
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
+        """Return the complete rows so far; only the new ones are read."""
+        with self.log.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]
+        self._read += len(new)
+        self._rows += [json.loads(line) for line in new.splitlines() if line.startswith(b"{")]
+        return self._rows
 
     def complaint(self) -> str:
         """Return the end of what the process wrote to its standard error."""
@@ -87,7 +93,7 @@ def wait_for(
                 )
         if time.monotonic() > deadline:
             raise FtkitError(f"waited {timeout_s:g} s in vain for {what}")
-        time.sleep(0.01)
+        time.sleep(0.03)
 
 
 def all_ended_well(workers: Sequence[Worker]) -> bool:
@@ -112,7 +118,7 @@ def etcd_requests(url: str) -> dict[str, int]:
     """Count the requests that an etcd has handled, by method; streams are not requests."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
         text = answer.read().decode()
-    counts = {}
+    counts: dict[str, int] = {}
     for line in text.splitlines():
         if (
             line.startswith("grpc_server_handled_total{")

@@ -149,7 +149,7 @@ def _failed_steps(worker: Worker, since: float) -> int:
 def _numbers(results: list[Row], key: str) -> list[float]:
     found = [r[key] for r in results]
     flat = [x for f in found for x in (f if isinstance(f, list) else [f])]
-    return [float(x) for x in flat]
+    return [float(str(x)) for x in flat]
 
 
 def _summary(

@@ -35,16 +35,17 @@ def main() -> None:
             say({"killed_at": time.monotonic()})
             os.kill(os.getpid(), signal.SIGKILL)
 
-    model.bias.register_hook(die)
+    torch.Tensor.register_hook(model.bias, die)
     manager = ftkit.Manager()
     net = ftkit.DistributedDataParallel(manager, model)
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer = ftkit.Optimizer(manager, inner)
-    manager.register_state_dict_fn(
-        "model",
-        lambda state: model.load_state_dict(state["model"]),
-        lambda: {"model": model.state_dict(), "x": extra},  # type: ignore[index]
-    )
+
+    def load(state: object) -> None:
+        assert isinstance(state, dict), "as saved"
+        model.load_state_dict(state["model"])
+
+    manager.register_state_dict_fn("model", load, lambda: {"model": model.state_dict(), "x": extra})
     manager.on_event(event)
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1e6))
     signal.signal(signal.SIGUSR2, lambda *_: doomed.append(True))

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 
 import msgspec
-import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ftkit.config import Settings
 from ftkit.core.model import Epoch
@@ -75,7 +75,7 @@ class Bootstrap:
         url = f"tcp://{settings.master_addr}:{settings.master_port}"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             url = "env://"
-        found = dist.rendezvous(url, settings.group_rank, settings.group_world_size)
+        found = rendezvous(url, settings.group_rank, settings.group_world_size)
         store, _, _ = next(found)
         self._group_store = store
         key = f"ftkit/{settings.job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/keeper"

@@ -56,7 +56,7 @@ class Collective:
         self.started = False
         self.done = False
         self.work: Work | None = None
-        devices = [] if tensor.device.type == "cpu" else [tensor.device]
+        devices: list[int | str | torch.device] = [] if tensor.device.type == "cpu" else [tensor.device]
         self._future: Future[torch.Tensor] = Future(devices=devices)
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -5,12 +5,14 @@ They are configured together, aborted together, and live exactly as long as the 
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
-from torch.distributed import AllreduceOptions, ReduceOp
+from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from ftkit.config import Settings
 from ftkit.core.model import Record
@@ -19,6 +21,7 @@ from ftkit.errors import Aborted, GroupError
 from ftkit.groups.base import ProcessGroup
 from ftkit.groups.gloo import ProcessGroupGloo
 
+_SOURCE = re.compile(r"\[/[^\]]*\.(cc|cpp|h):\d+\] ")
 WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -36,6 +39,7 @@ class Links:
             self.inner = ProcessGroupGloo(timeout_s=settings.collective_timeout, hostname=host)
         self._lock = threading.Lock()
         self._aborted: str | None = "not configured yet"
+        self._vote: tuple[Work, float] | None = None
 
     def _groups(self) -> list[ProcessGroup]:
         groups = [self.control, self.data]
@@ -78,6 +82,11 @@ class Links:
         for group in self._groups():
             group.abort(why)
 
+    def voting_since(self) -> float | None:
+        """Say since when a vote waits for its peers (monotonic clock), or None; for the watchdog."""
+        vote = self._vote
+        return None if vote is None or vote[0].is_completed() else vote[1]
+
     def close(self) -> None:
         """Give everything back."""
         for group in self._groups():
@@ -94,13 +103,16 @@ class Links:
         if group.configured and group.size == 1:
             return
         if timeout_s is None:
-            group.allreduce(ballot, ReduceOp.MAX).wait()
+            work = group.allreduce(ballot, ReduceOp.MAX)
+            self._vote = (work, time.monotonic())
+            work.wait()
+            self._vote = None
             return
         raw = group.raw
         if raw is None:
             raise Aborted(self._aborted or "the process groups were aborted")
         options = AllreduceOptions()
-        options.reduceOp = ReduceOp.MAX
+        options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's own stub is at odds with it
         options.timeout = timedelta(seconds=timeout_s)
         try:
             raw.allreduce([ballot], options).wait()
@@ -110,6 +122,9 @@ class Links:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text: torch appends C++ stacks."""
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else type(error).__name__
+    """Return the first line of an error's text, without what torch adds: source lines, advice, C++ stacks."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    text = _SOURCE.sub("", lines[0]).partition(" This is typically caused by")[0]
+    return text.strip()[:300] or type(error).__name__

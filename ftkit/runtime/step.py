@@ -60,6 +60,7 @@ class Step:
         self._settle = settle
         self._weights = Weights(links)
         self.started = False
+        self.begun_by: tuple[str, ...] = ()
         self.committing = False
         self.leaving: str | None = None
         self._in_step = False
@@ -94,16 +95,19 @@ class Step:
 
     def stalled_s(self) -> float:
         """Seconds for which peers have been waited for without any progress; 0 when none are."""
-        now = time.monotonic()
-        blocked = self._blocked_since
-        since = blocked if blocked is not None else None
+        waits = [self._blocked_since, self._links.voting_since()]
         if self.collectives.num_pending():
-            since = max(self.collectives.moved_at, since or 0.0)
-        return 0.0 if since is None else now - since
+            waits.append(self.collectives.moved_at)
+        return max((time.monotonic() - w for w in waits if w is not None), default=0.0)
 
     def num_pending(self) -> int:
         """Count what waits for peers right now."""
-        return self.collectives.num_pending() + int(self._blocked_since is not None)
+        others = (
+            self._blocked_since is not None,
+            self._links.voting_since() is not None,
+            self._reformer.busy,
+        )
+        return self.collectives.num_pending() + sum(others)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -126,6 +130,10 @@ class Step:
         if self._inbox.fatal is not None:
             raise self._inbox.fatal
         self.collectives.begin()
+        # Before `_in_step`: from there on the members may change in the background.
+        self.begun_by = (
+            () if membership.epoch is None else tuple(x.replica_id for x in membership.epoch.seats)
+        )
         self.started = self._in_step = True
         self._progress.mark(Phase.COMPUTE)
         if membership.error is not None:  # in this very moment
@@ -175,14 +183,10 @@ class Step:
         if not self.started:
             self.start()
         self._progress.mark(Phase.VOTING)
-        self._blocked_since = time.monotonic()
-        try:
-            self.collectives.drain()
-            self._in_step = False
-            self._reformer.wait_idle()
-            verdict = self._cast()
-        finally:
-            self._blocked_since = None
+        self.collectives.drain()
+        self._in_step = False
+        self._reformer.wait_idle()
+        verdict = self._cast()
         if verdict is None or not verdict.commit:
             self._reject(verdict)
             return False

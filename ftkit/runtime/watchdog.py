@@ -27,7 +27,6 @@ class Watchdog:
         self._progress = progress
         self._suspect_grace = suspect_grace
         self._stop = threading.Event()
-        self._pending = 0
         self._thread = threading.Thread(target=self._run, name="ftkit-watchdog", daemon=True)
         self._thread.start()
 
@@ -49,10 +48,7 @@ class Watchdog:
 
     def _note_pending(self) -> None:
         """Waiting for peers is no hang: the keeper's progress watch must know."""
-        num = self._step.num_pending()
-        if num != self._pending:
-            self._pending = num
-            self._progress.pending(num)
+        self._progress.pending(self._step.num_pending())
 
     def _stalled_suspect(self) -> str | None:
         """I7: a lease that ran out proves nothing as long as the collectives move."""
