@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import xxhash
 
-from transport.errors import ProtocolError, TokenRefused, VersionMismatch
+from transport.errors import TokenRefused, VersionMismatch
 from transport.link import Garbled, Link, Lost, Reply
 from transport.routes import CHECKSUM
 
@@ -51,7 +51,7 @@ def ask(
         raise VersionMismatch(f"it serves {_other(detail)}")
     if reply.status == 503:
         raise Lost("it is busy")
-    raise ProtocolError(f"it answered with status {reply.status}")
+    raise Garbled(f"it answered with status {reply.status}")
 
 
 def checked_body(link: Link, reply: Reply, limit: int) -> bytes:

@@ -111,7 +111,7 @@ def _group(leaves: Sequence[Leaf]) -> list[_Group]:
         tensor = leaf.tensor
         itemsize = tensor.dtype.itemsize
         if tensor.numel() == 0:
-            memory = torch.empty(0, dtype=torch.uint8)
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             groups.append(_Group([_View(index, leaf, 0, 0)], memory, align=itemsize))
             continue
         low = int(tensor.storage_offset()) * itemsize
@@ -143,6 +143,8 @@ def _components(views: list[_View]) -> list[list[_View]]:
 
 def _pack(views: list[_View]) -> list[_Group]:
     tensor = views[0].leaf.tensor
+    if len(views) == 1 and tensor.is_contiguous():  # nearly always
+        return [_Group(views, _whole(tensor), align=tensor.dtype.itemsize)]
     low, high = min(v.low for v in views), max(v.high for v in views)
     align = max(v.leaf.tensor.dtype.itemsize for v in views)
     if any((v.low - low) % v.leaf.tensor.dtype.itemsize for v in views):

@@ -19,8 +19,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from transport.dtypes import NAMES
 from transport.errors import MalformedState, StateMismatch
-from transport.manifest import Manifest, TensorEntry
+from transport.manifest import Manifest
 from transport.tensors import DistSpec, local_tensor, placements_of
 from transport.tree import MAX_DEPTH, join_path, numpy_dtype, unflatten
 
@@ -145,8 +146,10 @@ class _Matcher:
         entry, target = self._manifest.tensors[index], self.targets[index]
         if isinstance(value, torch.Tensor) and value.device.type != "meta":
             memory, dist = local_tensor(value, path)
-            theirs, ours = _describe(entry, entry.dist), _describe_tensor(memory, dist)
-            if theirs != ours:
+            dtype = NAMES.get(memory.dtype, str(memory.dtype))
+            if (entry.dtype, entry.shape, entry.dist) != (dtype, tuple(memory.shape), dist):
+                theirs = _text(entry.dtype, entry.shape, entry.dist)
+                ours = _text(dtype, tuple(memory.shape), dist)
                 raise StateMismatch(path, f"the source has {theirs}, here is {ours}")
             target.memory, target.result = memory, value
         elif isinstance(value, (dict, list, tuple, np.ndarray)):
@@ -224,14 +227,6 @@ def _kind(node: object) -> str:
     if isinstance(node, list):
         return "a value that is not a tensor"
     return f"a value of type {type(node).__name__}"
-
-
-def _describe(entry: TensorEntry, dist: DistSpec | None) -> str:
-    return _text(entry.dtype, entry.shape, dist)
-
-
-def _describe_tensor(memory: torch.Tensor, dist: DistSpec | None) -> str:
-    return _text(str(memory.dtype).removeprefix("torch."), tuple(memory.shape), dist)
 
 
 def _text(dtype: str, shape: tuple[int, ...], dist: DistSpec | None) -> str:

@@ -145,10 +145,10 @@ class Plan:
             raise MalformedState(
                 f"the block of tensor {entries[0].name!r} has not as many bytes as its views need"
             )
-        span = torch.zeros(home.block.span, dtype=torch.uint8)
+        span = torch.zeros(home.block.span, dtype=torch.uint8, device="cpu")
         np_span = span.numpy()[: home.block.span // unit * unit].reshape(-1, unit)
         np_span[indices] = home.memory.numpy().reshape(-1, unit)
-        return span.to(home.copies[0][1].device) if home.copies and not home.late else span
+        return span.to(self._device_for(entries[0]))
 
     def _home(self, block: Block, indices: list[int]) -> _Home:
         entries = self.manifest.tensors
@@ -167,7 +167,7 @@ class Plan:
                 copies = [(entries[i], t) for i, t in present if i not in in_place]
                 return _Home(block, memory, block.nbytes, copies, absent)
         if block.pack == "mask" or present:
-            memory = torch.empty(block.nbytes, dtype=torch.uint8)
+            memory = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
         else:
             memory = torch.empty(
                 block.nbytes, dtype=torch.uint8, device=self._device_for(entries[indices[0]])
@@ -188,6 +188,13 @@ class Plan:
         self, block: Block, present: list[tuple[int, torch.Tensor]]
     ) -> tuple[torch.Tensor, set[int]] | None:
         """Find tensors of `into` whose memory has the very layout of the block, and fills it."""
+        if len(present) == 1:  # nearly always
+            index, tensor = present[0]
+            entry = self.manifest.tensors[index]
+            whole = tensor.numel() * tensor.dtype.itemsize == block.nbytes
+            if whole and entry.stride is None and entry.offset == 0 and tensor.is_contiguous():
+                start = int(tensor.storage_offset()) * tensor.dtype.itemsize
+                return bytes_in_storage(tensor, start, block.nbytes), {index}
         bases: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for index, tensor in present:
             entry = self.manifest.tensors[index]
@@ -223,13 +230,15 @@ def _refuse_shared(manifest: Manifest, targets: list[Target]) -> None:
         tensor = target.memory
         if tensor is None or not tensor.numel():
             continue
-        if overlaps_itself(tensor.shape, tensor.stride()) and not (
-            same_stride(entry.shape, entry.strides, tensor.stride())
-        ):
+        low = high = tensor.data_ptr()
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        if tensor.is_contiguous():
+            high += tensor.numel() * tensor.dtype.itemsize
+        elif overlaps_itself(shape, stride) and not same_stride(shape, entry.strides, stride):
             raise StateMismatch(entry.name, "its elements share memory here, but not at the source")
-        if is_gapless(tensor.shape, tensor.stride()):
-            low = tensor.data_ptr()
-            high = low + num_elements_spanned(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
+        elif is_gapless(shape, stride):
+            high += num_elements_spanned(shape, stride) * tensor.dtype.itemsize
+        if high > low:
             spans.append((str(tensor.device), low, high, entry.block, entry.name))
     spans.sort()
     last: tuple[Any, int, int, int, str] | None = None

@@ -17,7 +17,7 @@ PIECE: Final = 8 << 20
 
 def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return host memory to copy to or from a device; pinned where that makes the copy faster."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 def wait_for_device(device: torch.device) -> None:

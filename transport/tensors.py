@@ -40,7 +40,7 @@ def local_tensor(value: torch.Tensor, path: str) -> tuple[torch.Tensor, DistSpec
     if value.device.type == "meta":
         raise UnsupportedState(path, "a tensor on the meta device has no content")
     tensor = value.detach()
-    if tensor.is_conj() or tensor.is_neg():
+    if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor, dist
 
