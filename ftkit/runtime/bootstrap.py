@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 from torch.distributed.rendezvous import rendezvous
 
-from ftkit.config import Settings
+from ftkit.config import Settings, agent_store, restart_count
 from ftkit.core.model import Epoch
 from ftkit.errors import ConfigError, EtcdUnavailable, KeeperError
 from ftkit.groups.store import RendezvousStore
@@ -73,12 +73,12 @@ class Bootstrap:
                 "start it with torchrun, or with `ftkit launch --nproc-per-group`"
             )
         url = f"tcp://{settings.master_addr}:{settings.master_port}"
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if agent_store():
             url = "env://"
         found = rendezvous(url, settings.group_rank, settings.group_world_size)
         store, _, _ = next(found)
         self._group_store = store
-        key = f"ftkit/{settings.job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/keeper"
+        key = f"ftkit/{settings.job}/{restart_count()}/keeper"
         if address is not None:
             store.set(key, msgspec.json.encode(address).decode())
             return address
