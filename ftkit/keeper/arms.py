@@ -132,6 +132,7 @@ class Arms:
         self._config = config
 
         def run() -> None:
+            self._put(Waits(f"waiting for etcd at {self.etcd.link.where}"))
             while not self._closed.is_set():
                 try:
                     self._check_obituary()

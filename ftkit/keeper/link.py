@@ -32,6 +32,7 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 6000),  # etcd scolds clients that ping more often than every 5 s
     ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),  # newer releases wait for this one, a minute by default
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", -1),  # the listing of a large job exceeds the default of 4 MB
     ("grpc.max_send_message_length", -1),
@@ -46,15 +47,19 @@ _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user nam
 """What etcd says when the token has run out, or when authentication was switched on meanwhile."""
 
 
-class LeaseLost(EtcdError):  # noqa: N818 - named as its relatives in ftkit.errors
+_NO_AUTH = "none"
+"""Stands for a token where etcd has authentication switched off."""
+
+
+class LeaseLost(EtcdError):
     """The lease that a key should be bound to has run out or was revoked."""
 
 
-class Compacted(EtcdError):  # noqa: N818 - same
+class Compacted(EtcdError):
     """The revision asked for is no longer, or not yet, in etcd's history."""
 
 
-class _StaleToken(EtcdAuthError):  # noqa: N818 - same
+class _StaleToken(EtcdAuthError):
     """The token has run out; another one may be had."""
 
 
@@ -205,7 +210,7 @@ class Link:
             token = self._authenticate(client)
         # A member that is cut off from its leader then ends our watches instead of keeping them silent.
         metadata: tuple[tuple[str, str], ...] = (("hasleader", "true"),)
-        return client, ((*metadata, ("token", token)) if token else metadata)
+        return client, (metadata if token in ("", _NO_AUTH) else (*metadata, ("token", token)))
 
     def replace(self, client: Any) -> None:
         """Close this client's channel, if it is the present one; the next call tries other servers first."""
@@ -243,7 +248,7 @@ class Link:
                 log.warning(
                     "etcd at %s has authentication switched off; user and password are not used", self.where
                 )
-                token = "off"
+                token = _NO_AUTH
             else:
                 raise self.failed(client, raw) from None
         except ValueError:
@@ -256,7 +261,7 @@ class Link:
     def _drop_token(self, metadata: tuple[tuple[str, str], ...]) -> None:
         """Forget the token that was just refused, unless another thread has renewed it already."""
         with self._lock:
-            if ("token", self._token) in metadata:
+            if self._token == dict(metadata).get("token", _NO_AUTH):
                 self._token = ""
 
 

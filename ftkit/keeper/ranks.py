@@ -41,7 +41,8 @@ class Session:
     def close(self, timeout_s: float) -> None:
         """Send what was told, then close the connection."""
         self._out.put(None)
-        self._writer.join(timeout_s)
+        if timeout_s > 0:
+            self._writer.join(timeout_s)
         self._connection.close()
 
     def _write(self) -> None:
@@ -114,3 +115,4 @@ class Ranks:
                 self._post(Said(session, message))
         except WireError as error:
             self._post(Lost(session, str(error)))
+        session.close(0.0)

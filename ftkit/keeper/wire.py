@@ -39,7 +39,7 @@ class WireError(KeeperError):
     """The other side sent something malformed, or failed to prove that it knows the token."""
 
 
-class WireClosed(WireError):  # noqa: N818 - named as its relatives in ftkit.errors
+class WireClosed(WireError):
     """The connection is closed."""
 
 

@@ -41,6 +41,7 @@ class Rank:
     def __init__(self, setup: dict[str, Any]) -> None:
         self.setup = setup
         self.seen: list[dict[str, Any]] = []
+        self.t0 = 0.0
         self._news: queue.Queue[dict[str, Any]] = queue.Queue()
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT)],

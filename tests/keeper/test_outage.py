@@ -1,0 +1,163 @@
+"""What happens to members when their etcd is restarted, frozen, wiped or full."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftkit.errors import EtcdNoSpace
+from ftkit.keeper.embedded import EtcdServer, find_etcd
+from ftkit.keeper.etcd import Etcd
+from tests.keeper.conftest import Rank, World, wait_until
+
+
+def etcdctl(server: EtcdServer, *arguments: str) -> str:
+    command = [str(find_etcd().with_name("etcdctl")), f"--endpoints={server.url}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"ETCDCTL_API": "3"})
+    return done.stdout
+
+
+def undisturbed(*ranks: Rank) -> None:
+    """Training went on: nobody was told to stop, to wait or to end."""
+    for r in ranks:
+        assert r.process.poll() is None
+        bad = [
+            s
+            for s in r.seen
+            if s["kind"] in ("AbortEpoch", "Refused", "lost", "EpochOffer") and s["at"] > r.t0
+        ]
+        assert not bad, bad
+
+
+def mark(*ranks: Rank) -> None:
+    for r in ranks:
+        r.t0 = time.monotonic()
+
+
+def fresh_contact(rank: Rank, timeout_s: float = 20.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        news = rank.wait("Contact", deadline - time.monotonic())
+        if news["at"] > rank.t0 and news["value"]["age_s"] < 1.5:
+            return news
+
+
+def test_a_restart_of_etcd_disturbs_nobody(own_world: World, own_etcd: EtcdServer):
+    """Its data and leases are kept; the watches resume where they were."""
+    a, b = own_world.train("a", "b")
+    own_etcd.kill()
+    own_etcd.start()
+    mark(a, b)
+    fresh_contact(a)
+    fresh_contact(b)
+    assert own_world.get(own_world.keys.epoch)["id"] == 1
+    undisturbed(a, b)
+    c = own_world.start("c")
+    c.wait("Welcome")
+    c.do("want", [0, 0], "")
+    assert "joining: c" in a.wait("WishReconfigure")["value"]["why"]
+
+
+def test_an_etcd_frozen_for_longer_than_the_leases_live_costs_no_step(own_world: World, own_etcd: EtcdServer):
+    """I7: all leases are lost in one moment; healthy trainers put their keys back."""
+    a, b, c = own_world.train("a", "b", "c")
+    leases = {own_world.etcd.get(own_world.keys.member_of(n)).lease for n in "abc"}
+    mark(a, b, c)
+    own_etcd.freeze()
+    wait_until(lambda: a.wait("Contact")["value"]["age_s"] > 4.0, 15)
+    own_etcd.thaw()
+
+    def back() -> bool:
+        kvs = [own_world.etcd.get(own_world.keys.member_of(n)) for n in "abc"]
+        return all(kv is not None and own_world.etcd.keep_alive(kv.lease) for kv in kvs)
+
+    wait_until(back)
+    for r in (a, b, c):
+        fresh_contact(r)
+    undisturbed(a, b, c)
+    assert own_world.get(own_world.keys.epoch)["id"] == 1
+    assert leases.isdisjoint(own_world.etcd.get(own_world.keys.member_of(n)).lease for n in "abc")
+
+
+def test_a_wiped_etcd_is_filled_again(own_world: World, own_etcd: EtcdServer):
+    """I8: the data is gone; what the members know is put back, and training goes on."""
+    a, b = own_world.train("a", "b")
+    before = own_world.get(own_world.keys.epoch)
+    config = own_world.get(own_world.keys.config)
+    mark(a, b)
+    own_etcd.wipe()
+    own_etcd.start()
+    wait_until(lambda: own_world.get(own_world.keys.epoch) == before)
+    wait_until(lambda: own_world.member("a") and own_world.member("b"))
+    wait_until(lambda: own_world.get(own_world.keys.config) == config)
+    undisturbed(a, b)
+    # And it works on: a death is noticed, the next epoch follows.
+    b.kill()
+    a.wait("AbortEpoch", epoch=1)
+    a.do("want", [1, 9], "peer died")
+    assert a.epoch()["id"] == 2
+
+
+def test_members_outlive_an_etcd_that_is_away(own_world: World, own_etcd: EtcdServer):
+    """They are told how long it has been away, so that they can stop in time (I3)."""
+    a, b = own_world.train("a", "b")
+    mark(a, b)
+    own_etcd.kill()
+    wait_until(lambda: a.wait("Contact")["value"]["age_s"] > 2.0)
+    own_etcd.start()
+    fresh_contact(a)
+    fresh_contact(b)
+    undisturbed(a, b)
+
+
+def test_a_keeper_that_dies_while_etcd_is_away_is_replaced(own_world: World, own_etcd: EtcdServer):
+    a, b = own_world.train("a", "b")
+    mark(a, b)
+    own_etcd.kill()
+    first = a.keeper_pid()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: a.keeper_pid() not in (0, first))
+    own_etcd.start()
+    a.wait("Welcome")
+    wait_until(lambda: own_world.member("a"))
+    undisturbed(a, b)
+
+
+def test_an_etcd_that_is_away_at_the_start_is_waited_for(own_world: World, own_etcd: EtcdServer):
+    own_etcd.kill()
+    a = own_world.start("a")
+    reason = wait_until(lambda: (r := a.wait("StillWaiting")["value"]["reason"]) and "etcd" in r and r)
+    assert own_etcd.url in reason
+    own_etcd.start()
+    a.wait("Welcome")
+
+
+def fill(etcd: Etcd) -> None:
+    for i in range(100):
+        etcd.put(f"/filler/{i}", b"x" * 200_000)
+
+
+def test_a_full_etcd_is_reported_with_what_to_do(job: str, tmp_path: Path):
+    server = EtcdServer(data_dir=tmp_path / "small", extra=("--quota-backend-bytes=2000000",))
+    with server, closing(World(job, server.url)) as world, Etcd(world.etcd.settings) as etcd:
+        (a,) = world.train("a")
+        mark(a)
+        with pytest.raises(EtcdNoSpace, match="etcdctl defrag"):
+            fill(etcd)
+        assert any("NOSPACE" in alarm for alarm in etcd.status()[0].alarms)
+        # The member lives on; it is told why its wish cannot be fulfilled.
+        a.do("want", [1, 2], "")
+        wait_until(lambda: "NOSPACE" in a.wait("StillWaiting")["value"]["reason"])
+        # The remedy of the message works.
+        etcd.delete_prefix("/filler/")
+        etcdctl(server, "compact", str(etcd.status()[0].revision))
+        etcdctl(server, "defrag")
+        etcdctl(server, "alarm", "disarm")
+        assert a.epoch()["id"] == 2
