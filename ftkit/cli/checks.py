@@ -18,8 +18,8 @@ from typing import Literal
 
 import msgspec
 
-from ftkit.cli.text import size
 from ftkit.config import Settings
+from ftkit.dashboard.text import size
 
 LEAST_TORCH = (2, 7)
 LEAST_SHM = 1 << 30

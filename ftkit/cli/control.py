@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ftkit.cli.connect import add_connection, add_json, open_etcd, settle
-from ftkit.cli.job import decode
 from ftkit.core.model import Control, Record
+from ftkit.dashboard.job import decode
 from ftkit.errors import ConfigError, EtcdUnavailable, FtkitError
 from ftkit.keeper.keys import JobKeys, encode
 

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from ftkit.cli.checks import Finding, fail, ok, release, warn
 from ftkit.cli.connect import open_etcd
-from ftkit.cli.text import count, size
 from ftkit.config import Settings
+from ftkit.dashboard.text import count, size
 from ftkit.errors import EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable, FtkitError
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def _writes(etcd: Etcd, settings: Settings) -> Iterator[Finding]:
 
 def _name_in_use(etcd: Etcd, settings: Settings) -> Iterator[Finding]:
     """Say whether this machine's replica id is taken."""
-    from ftkit.cli.job import read
+    from ftkit.dashboard.job import read
 
     try:
         job = read(etcd, settings.job)

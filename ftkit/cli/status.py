@@ -12,9 +12,9 @@ import time
 import msgspec
 
 from ftkit.cli.connect import add_connection, add_json, open_etcd, settle
-from ftkit.cli.job import read
-from ftkit.cli.report import Dater, report
-from ftkit.cli.text import render
+from ftkit.dashboard.job import read
+from ftkit.dashboard.report import Dater, report
+from ftkit.dashboard.text import render
 from ftkit.errors import ConfigError, EtcdUnavailable
 
 EXAMPLES = """\

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from ftkit.cli.connect import add_connection, add_json, open_etcd, settle
-from ftkit.cli.timeline import Moment, Timeline
+from ftkit.dashboard.timeline import Moment, Timeline
 from ftkit.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ftkit.cli.timeline import Timeline
 from ftkit.core.model import Abort, Control, Departed, Epoch, Record, Seat, Ticket, Version
+from ftkit.dashboard.timeline import Timeline
 
 P = "/ftkit/j/"
 

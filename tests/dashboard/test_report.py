@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from ftkit.cli.job import Job, parse
-from ftkit.cli.report import Dater, Report, report
-from ftkit.cli.text import duration, render, size, table
 from ftkit.core.model import (
     Abort,
     Control,
@@ -21,6 +18,9 @@ from ftkit.core.model import (
     Ticket,
     Version,
 )
+from ftkit.dashboard.job import Job, parse
+from ftkit.dashboard.report import Dater, Report, report
+from ftkit.dashboard.text import duration, render, size, table
 
 
 class Key(NamedTuple):

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ftkit.cli.job import Job
 from ftkit.core.model import Epoch, Policy, Record, Seat, Version
 from ftkit.core.plan import plan
 from ftkit.core.quorum import Propose, View, decide, is_live, standing_ticket
+from ftkit.dashboard.job import Job
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftkit.cli.report import Member, Report
+from ftkit.dashboard.report import Member, Report
 
 
 def duration(seconds: float) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from ftkit.cli.job import decode
-from ftkit.cli.text import count
 from ftkit.core.model import Abort, Control, Departed, Epoch, Record, Ticket
+from ftkit.dashboard.job import decode
+from ftkit.dashboard.text import count
 from ftkit.keeper.keys import JobKeys
 
 
