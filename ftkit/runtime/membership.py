@@ -89,6 +89,8 @@ class Membership:
                 self.farewell()
             else:
                 failed = first_line(self.error) if self.error is not None else "the epoch was left"
+                if self.error_is_own:  # the others will read it
+                    failed = f"{self._settings.replica_id}: {failed}"
             self._links.abort(failed or "the epoch ended as planned")
         with self._lock:
             self.error, self.error_is_own = None, False

@@ -31,6 +31,9 @@ from ftkit.runtime.weights import Weights
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 3
+"""A member that itself fails leaves after `max_retries`; the others bear with it this many times longer."""
+
 
 class Step:
     """The training thread's side of the protocol; see the module's docstring."""
@@ -371,11 +374,12 @@ class Step:
     def _count(self, failed: str) -> None:
         """Give up when the same members fail again and again."""
         limit = self._settings.max_retries
+        patience = PATIENCE * limit
         if self._own_failures > limit:
             raise self._give_up(f"this member itself failed {self._own_failures} times in a row: {failed}")
         if failed:
             self._failures_in_a_row += 1
-        if self._failures_in_a_row > limit:
+        if self._failures_in_a_row > patience:
             raise self._give_up(f"a step failed {self._failures_in_a_row} times in a row: {failed}")
 
     def _give_up(self, why: str) -> StepFailed:

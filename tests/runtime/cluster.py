@@ -96,14 +96,20 @@ class Cluster:
         )
 
     def wait(
-        self, condition: Callable[[], bool], what: str, alive: list[Group] | None = None, timeout: float = 60.0
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        alive: list[Group] | None = None,
+        timeout: float = 60.0,
     ) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             for g in alive or []:
                 assert g.alive, f"{g.replica_id} ended with {g.process.returncode}: {g.stderr()[-2000:]}"
             if time.monotonic() > deadline:
-                tails = "\n".join(f"{g.replica_id}: {g.rows()[-6:]}\n{g.stderr()[-1500:]}" for g in self.groups)
+                tails = "\n".join(
+                    f"{g.replica_id}: {g.rows()[-6:]}\n{g.stderr()[-1500:]}" for g in self.groups
+                )
                 raise AssertionError(f"waited {timeout} s in vain for {what}\n{tails}")
             time.sleep(0.03)
 

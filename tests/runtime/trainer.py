@@ -42,7 +42,9 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="no DDP: average with allreduce")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(os.getpid() if args.seed < 0 else args.seed)  # init_sync must make all start from the same state
+    torch.manual_seed(
+        os.getpid() if args.seed < 0 else args.seed
+    )  # init_sync must make all start from the same state
     model = torch.nn.Sequential(torch.nn.Linear(8, args.width), torch.nn.Linear(args.width, 4))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     doomed: list[int] = []
@@ -61,7 +63,8 @@ def main() -> None:
         inner.load_state_dict(state["optimizer"])
 
     manager = ftkit.Manager(
-        load_state_dict=load, state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()}
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
     )
     manager.on_event(lambda e: say(event=e.kind, at=e.monotonic, epoch=e.epoch, step=e.step, detail=e.detail))
     net = model if args.plain else ftkit.DistributedDataParallel(manager, model)
@@ -73,7 +76,9 @@ def main() -> None:
         before = manager.current_step()
         optimizer.zero_grad()
         step = manager.current_step()
-        x = torch.rand(4, 8, generator=torch.Generator().manual_seed(step * 100 + manager.participating_rank()))
+        x = torch.rand(
+            4, 8, generator=torch.Generator().manual_seed(step * 100 + manager.participating_rank())
+        )
         if 0 <= once["gil"] <= step:
             once["gil"] = -1
             ctypes.PyDLL(None).usleep(int(args.hold_gil_s * 1e6))  # PyDLL keeps the GIL
@@ -106,7 +111,12 @@ def main() -> None:
             n=manager.num_participants(),
             hash=digest(*model.parameters(), *state),
         )
-    say(done=True, step=manager.current_step(), hash=digest(*model.parameters()), batches=manager.batches_committed())
+    say(
+        done=True,
+        step=manager.current_step(),
+        hash=digest(*model.parameters()),
+        batches=manager.batches_committed(),
+    )
     manager.shutdown()
 
 
