@@ -113,7 +113,8 @@ class Director:
         if not self._todo:
             return self._finish()
         what = self._todo.pop(0)
-        victim = self._rng.choice(self._replicas)
+        spared = {f.victim for f in self.faults}
+        victim = self._rng.choice([r for r in self._replicas if r not in spared] or self._replicas)
         newest = story.newest()
         assert newest is not None, "a job that rests has trained"
         kind = "SIGKILL" if what is Kill else "SIGSTOP"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Running, alive
+from tests.cli.conftest import Running, alive, eventually
 
 LONG_S = 110.0
 Demo = Callable[..., Running]
@@ -83,6 +83,17 @@ def test_a_demo_that_could_show_nothing_is_refused(
     run: Running = demo(*words)
     assert run.wait() == 2
     assert reason in run.text
+
+
+def test_an_interrupt_leaves_nothing_behind(demo: Demo, tmp_path: Path) -> None:
+    """A demo is watched by a person who may have seen enough at any time."""
+    out = tmp_path / "out"
+    run: Running = demo("--out", out)
+    journals = out / "journal"
+    eventually(lambda: list(journals.glob("*.jsonl")), "a trainer joins", LONG_S)
+    run.signal(signal.SIGINT)
+    assert run.wait(LONG_S) == 130
+    assert processes_of(out) == []
 
 
 def test_a_launch_that_fails_is_told_with_its_last_words(demo: Demo, tmp_path: Path) -> None:

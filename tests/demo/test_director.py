@@ -45,6 +45,13 @@ def test_the_demo_kills_one_freezes_one_thaws_it_and_ends() -> None:
     assert director.faults[0].epoch < director.faults[1].epoch
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_each_fault_hits_another_one(seed: int) -> None:
+    director = Director(ABC, seed=seed, seconds=5.0)
+    play(director)
+    assert len({f.victim for f in director.faults}) == 2
+
+
 def test_the_moments_follow_from_the_seed() -> None:
     assert play(Director(ABC, seed=3, seconds=20.0)) == play(Director(ABC, seed=3, seconds=20.0))
     others = {play(Director(ABC, seed=s, seconds=20.0))[0] for s in range(10)}
