@@ -6,8 +6,8 @@ nothing can write into the tensors any more. How a session is built and ended is
 Knows nothing of epochs, votes or etcd.
 
 A collective never raises for the state of the group: it returns a Work whose `wait()` raises `Aborted`
-after `abort()`, and `GroupError` after any other failure, or when the group was never configured. The
-futures of `get_future()` fail with RuntimeError (torch's own) or with these.
+after `abort()`, and `GroupError` after any other failure, or when the group was never configured; so do
+the futures of `get_future()`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from ftkit.groups import sockets
 from ftkit.groups.rendezvous import Attempt
 from ftkit.groups.session import Session
 from ftkit.groups.store import split_address
-from ftkit.groups.work import FailedWork, GroupWork
+from ftkit.groups.work import FailedWork
 
 log = logging.getLogger(__name__)
 
@@ -242,13 +243,15 @@ class ProcessGroup(ABC):
             except RuntimeError as error:
                 failed = session.failed(str(error))
                 return FailedWork(type(failed), str(failed))
-            if tracked:
-                session.pending.append(inner)
-        return GroupWork(inner, session.failed)
+            return session.wrap(inner, tracked=tracked)
 
-    def allreduce(self, tensors: Tensors, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Work:
-        """Reduce each tensor over all ranks, in place."""
+    def allreduce(
+        self, tensors: Tensors, op: ReduceOp.RedOpType = ReduceOp.SUM, *, timeout_s: float | None = None
+    ) -> Work:
+        """Reduce each tensor over all ranks, in place; `timeout_s` replaces the group's for this once."""
         options = dist.AllreduceOptions()
+        if timeout_s is not None:
+            options.timeout = timedelta(seconds=timeout_s)
         options.reduceOp = op  # type: ignore[assignment]
         many = _many(tensors)
         return self._launch(lambda backend: backend.allreduce(many, options))

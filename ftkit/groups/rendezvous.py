@@ -93,6 +93,7 @@ class Attempt:
 
     def forget_in_child(self) -> None:
         """Never be freed in a forked child."""
+        _live_attempts.discard(self)
         leak((self, self.cut_parts, self.part_fds))
 
     def left_s(self) -> float:

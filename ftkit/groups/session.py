@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed import Work
 from ftkit.errors import Aborted, GroupError
 from ftkit.groups import sockets
 from ftkit.groups.store import StoreLink, leak
+from ftkit.groups.work import GroupWork, PeerWork
 
 
 class Session(ABC):
@@ -34,7 +36,9 @@ class Session(ABC):
         self.error: str | None = None
         self.aborted: str | None = None
         self.link: StoreLink | None = None
+        self.released = False
         self.pending: deque[Work] = deque()
+        self._on_release: list[Callable[[], None]] = []
         self._group: dist.ProcessGroup | None = None
         sockets.hidden.add(self)
 
@@ -45,6 +49,10 @@ class Session(ABC):
     @abstractmethod
     def is_severed(self) -> bool:
         """Say whether nothing can write into a tensor any more, once the pending collectives have ended."""
+
+    @abstractmethod
+    def at_rest(self) -> bool:
+        """Say whether the operations that have not ended only wait, and write nothing."""
 
     @abstractmethod
     def hidden_fds(self) -> list[int]:
@@ -77,16 +85,53 @@ class Session(ABC):
                 except RuntimeError as error:
                     self.failed(str(error))
 
+    def ended(self, work: Work) -> None:
+        """Count a collective as ended, whose future says so before the work itself does."""
+        with suppress(ValueError):  # another thread was faster
+            self.pending.remove(work)
+
+    def wrap(self, inner: Work, *, tracked: bool) -> Work:
+        """Keep account of what has just been launched, and return what the caller is to hold."""
+        if not tracked:
+            return PeerWork(inner, self)
+        self.pending.append(inner)
+        return GroupWork(inner, self)
+
+    def on_release(self, callback: Callable[[], None]) -> None:
+        """Call back when the session is released, or at once if it is already."""
+        self._on_release.append(callback)
+        if self.released:
+            self._release()
+
     def drain(self, timeout_s: float) -> bool:
-        """Sever, and wait until nothing can write into a tensor any more; say whether that was reached."""
-        until = time.monotonic() + timeout_s
+        """Sever, and wait until nothing can write into a tensor any more; say whether that was reached.
+
+        Usually all operations have failed by then. One that its backend forgot to tell is left behind once
+        it can do no harm; it ends at its own timeout, and nobody waits for it.
+        """
+        start = time.monotonic()
         pause = 0.0001
+        num_rests = 0
         while True:
             self.sever()
-            if self.is_severed() and all(w.is_completed() for w in list(self.pending)):
-                self.pending.clear()
-                return True
-            if time.monotonic() > until:
+            severed = self.is_severed()
+            if severed and all(w.is_completed() for w in list(self.pending)):
+                break
+            spent = time.monotonic() - start
+            if spent > timeout_s:
                 return False
+            if severed and spent > 0.01:
+                num_rests = num_rests + 1 if self.at_rest() else 0
+                if num_rests >= 3:
+                    break
             time.sleep(pause)
-            pause = min(pause * 1.3, 0.01)
+            pause = min(pause * 1.3, 0.005)
+        self._release()
+        return True
+
+    def _release(self) -> None:
+        self.released = True
+        self.pending.clear()
+        callbacks, self._on_release = self._on_release, []
+        for callback in callbacks:
+            callback()

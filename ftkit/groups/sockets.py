@@ -157,6 +157,20 @@ def close_on_exec(descriptors: Iterable[Descriptor]) -> None:
                 os.set_inheritable(descriptor.fd, False)
 
 
+def threads_sleep(name: str) -> bool:
+    """Say whether this process has threads of this name, and all of them sleep."""
+    states = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/stat", "rb") as file:
+                head, _, tail = file.read().rpartition(b")")
+        except OSError:  # ended meanwhile
+            continue
+        if head.partition(b"(")[2] == name.encode():
+            states.append(tail[1:2])
+    return bool(states) and all(state == b"S" for state in states)
+
+
 def _link(name: str) -> str:
     try:
         return os.readlink(f"{_FD}/{name}")

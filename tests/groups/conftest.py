@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,11 +112,3 @@ def peers(pool: list[Peer]) -> Callable[[int], list[Peer]]:
         return pool[:number]
 
     return hand_out
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Wait until a condition holds; fail when it does not within the time."""
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, "the condition never came true"
-        time.sleep(0.005)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import queue
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -64,12 +66,12 @@ class Member:
         self.works[name].wait()
         return float(self.tensors[name][-1])
 
-    def start_recv(self, name: str, src: int) -> None:
-        self.tensors[name] = torch.zeros(4)
+    def start_recv(self, name: str, src: int, numel: int = 4) -> None:
+        self.tensors[name] = torch.zeros(numel)
         self.works[name] = self.group(name).recv(self.tensors[name], src)
 
-    def send(self, name: str, dst: int, value: float) -> None:
-        self.group(name).send(torch.full((4,), float(value)), dst).wait()
+    def send(self, name: str, dst: int, value: float, numel: int = 4) -> None:
+        self.group(name).send(torch.full((numel,), float(value)), dst).wait()
 
     def scribbled_on_after_abort(self, name: str) -> bool:
         """Abort, look at the tensor, and say whether it changed afterwards."""
@@ -101,6 +103,37 @@ class Member:
             self.group(name).allreduce(tensor, ReduceOp.MAX).wait()
             took.append((time.perf_counter() - start) * 1e6)
         return sorted(took)
+
+    def churn(self, name: str, **where: Any) -> int:
+        """Form and abort groups while another thread opens, uses and closes sockets; count what it lost."""
+        over = threading.Event()
+        lost = []
+
+        def serve_ourselves() -> None:
+            while not over.is_set():
+                with socket.create_server(("127.0.0.1", 0)) as server, select.epoll() as poller:
+                    poller.register(server)
+                    with socket.create_connection(server.getsockname()) as caller:
+                        called, _ = server.accept()
+                        with called:
+                            poller.register(called)
+                            for _ in range(20):
+                                caller.sendall(b"x")
+                                if called.recv(1) != b"x":
+                                    lost.append(1)
+
+        thread = threading.Thread(target=serve_ourselves)
+        thread.start()
+        try:
+            for epoch in range(20):
+                self.configure(name, prefix=f"churn/{epoch}", **where)
+                self.sum(name)
+                self.group(name).barrier().wait()
+                self.abort(name)
+        finally:
+            over.set()
+            thread.join()
+        return len(lost)
 
     def usage(self) -> dict[str, int]:
         with open("/proc/self/statm") as file:

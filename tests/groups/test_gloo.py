@@ -127,6 +127,52 @@ def test_an_aborted_collective_no_longer_writes(peers: Peers, store: RendezvousS
     members[1].ask("abort", name="data")
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.005, 0.01, 0.02, 0.03, 0.04])
+def test_abort_ends_a_large_collective_at_any_moment(
+    peers: Peers, store: RendezvousStore, pause_s: float
+) -> None:
+    """gloo does not tell an operation whose message is half received that its connection is gone."""
+    members = peers(2)
+    form(members, store.address)
+    for peer in members:
+        peer.ask("start", name="data", numel=10_000_000)
+    waits = [peer.tell("wait", name="data") for peer in members]
+    threading.Event().wait(pause_s)  # the moment itself, not a condition
+    assert members[0].tell("abort", name="data")().took_s < PROMPT_S
+    assert waits[0](PROMPT_S).error in {"Aborted", ""}
+    assert members[1].tell("abort", name="data")().took_s < PROMPT_S
+    assert waits[1](PROMPT_S).error in {"Aborted", "GroupError", ""}
+
+
+def test_abort_ends_a_half_received_message(peers: Peers, store: RendezvousStore) -> None:
+    """A heal by send and recv moves gigabytes; its source may freeze in the middle."""
+    members = peers(2)
+    form(members, store.address)
+    members[0].ask("start_recv", name="data", src=1, numel=50_000_000)
+    wait = members[0].tell("wait", name="data")
+    members[1].tell("send", name="data", dst=0, value=7, numel=50_000_000)
+    try:
+        threading.Event().wait(0.05)  # somewhere in the middle: the message is 200 MB long
+        members[1].signal(signal.SIGSTOP)
+        assert members[0].tell("abort", name="data")().took_s < PROMPT_S
+        assert wait(PROMPT_S).error == "Aborted"
+    finally:
+        members[1].kill()
+
+
+def test_foreign_sockets_are_left_alone(peers: Peers, store: RendezvousStore) -> None:
+    """The process has other connections, opened and closed by other threads in the same moments."""
+    members = peers(2)
+    answers = [
+        peer.tell("churn", name="data", store=store.address, rank=rank, size=2)
+        for rank, peer in enumerate(members)
+    ]
+    for answer in answers:
+        said = answer()
+        assert said.error == "", said.message
+        assert said.value == 0
+
+
 def test_collectives_after_an_abort_fail_at_once(peers: Peers, store: RendezvousStore) -> None:
     members = peers(2)
     form(members, store.address)
