@@ -333,6 +333,47 @@ def test_nothing_leaks_over_many_cycles(make_transport: Make, wait_until: Wait) 
     wait_until(lambda: descriptors() <= open_before, "the descriptors are closed")
 
 
+def test_many_joiners_are_served_at_once(make_transport: Make) -> None:
+    state = {"w": torch.randint(0, 256, (6 << 20,), dtype=torch.uint8)}
+    sources = [make_transport(chunk_bytes=1 << 18) for _ in range(2)]
+    for source in sources:
+        source.publish("v", state)
+    intos = [{"w": torch.zeros_like(state["w"])} for _ in range(5)]
+    joiner = make_transport()
+    threads = [
+        threading.Thread(
+            target=joiner.fetch, args=([s.address for s in sources], "v", into), kwargs={"deadline_s": 30}
+        )
+        for into in intos
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(torch.equal(into["w"], state["w"]) for into in intos)
+
+
+def test_a_forked_child_does_not_keep_a_dead_source_reachable(make_transport: Make) -> None:
+    """Data loaders fork; joiners must see at once that the trainer itself is gone."""
+    source = make_transport()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        source.close()
+        begun = time.monotonic()
+        with pytest.raises(SourceError, match="refused"):
+            make_transport().fetch([source.address], "v", {}, deadline_s=20)
+        assert time.monotonic() - begun < 5
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
 def test_a_closed_transport_says_so(make_transport: Make) -> None:
     with make_transport() as transport:
         pass
