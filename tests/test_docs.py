@@ -4,6 +4,7 @@ Run as a program, it writes README's table of settings anew.
 """
 
 import ast
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -149,6 +150,14 @@ def test_names_imported_by_snippets_are_public():
                 if isinstance(node, ast.ImportFrom) and node.module == "ftkit":
                     for alias in node.names:
                         assert getattr(ftkit, alias.name, None) is not None, f"{path.name}: {alias.name}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_public_names_that_are_named_exist(path):
+    """`ftkit.Something` in a document is a promise."""
+    text = path.read_text(encoding="utf-8")
+    for package, name in re.findall(r"`(ftkit|transport)\.([A-Z]\w+)`", text):
+        assert getattr(importlib.import_module(package), name, None) is not None, f"{package}.{name}"
 
 
 def test_the_changelog_has_a_place_for_what_comes():
