@@ -71,6 +71,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{manager.replica_id}.{rank}.jsonl"
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(self.file, b"\n")  # a predecessor may have been killed in the middle of a line
 
     def write(self, type: str, **content: object) -> None:
         """Append a line; times are seconds of the clock that all processes of a machine share."""
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     held_out, training = torch.utils.data.random_split(
         pieces, [64, len(pieces) - 64], torch.Generator().manual_seed(0)
     )
-    held_out_batch = torch.stack(list(held_out))
+    held_out_batch = torch.stack([pieces[i] for i in held_out.indices])
     model = LanguageModel(args.width, args.layers, args.context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
     decay = max(args.decay_steps or args.steps, args.warmup + 1)
