@@ -11,7 +11,7 @@ import logging
 
 from ftkit.algorithms.protocols import DataManager
 from ftkit.algorithms.stream import Draw, Place, Stream
-from ftkit.errors import ConfigError, JobMismatch
+from ftkit.errors import ConfigError, FtkitError, JobMismatch
 
 __all__ = ["Cursor"]
 
@@ -92,8 +92,15 @@ class Cursor:
         self._pending = True
         if drawn.short:
             # All replicas see the same short batch, so all of them set a weight in this step.
-            self._manager.set_weight(float(sum(d.weight for d in self.draws)))
+            self._weigh(float(sum(d.weight for d in self.draws)))
         return drawn
+
+    def _weigh(self, weight: float) -> None:
+        try:
+            self._manager.set_weight(weight)
+        except FtkitError as error:
+            # The member with the only samples has died: nobody can commit this step, the next is split anew.
+            self._manager.report_error(error)
 
     def rewind(self) -> None:
         """Forget what was drawn since the last vote: it will be drawn again."""

@@ -111,4 +111,11 @@ class DataManager(VoteManager, Protocol):
         """Return the members now; in a hook after a commit, those who have committed."""
 
     def set_weight(self, w: float) -> None:
-        """Set this replica's weight in the averages of this step."""
+        """Set this replica's weight in the averages of this step.
+
+        Raises:
+            FtkitError: no replica has any weight.
+        """
+
+    def report_error(self, e: Exception) -> None:
+        """Make this step's vote fail."""

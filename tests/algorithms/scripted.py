@@ -10,6 +10,8 @@ import copy
 import itertools
 from collections.abc import Callable
 
+from ftkit.errors import FtkitError
+
 _names = itertools.count()
 
 
@@ -25,6 +27,8 @@ class ScriptedManager:
         self.updates: list[Callable[[], None]] = []
         self.dropped = 0
         self.weight: float | None = None
+        self.no_weight = False
+        self.errors: list[Exception] = []
         self.starts = 0
         self.finished_with: list[BaseException | None] = []
         self.next_votes: list[bool] = []
@@ -67,7 +71,12 @@ class ScriptedManager:
         return self.step
 
     def set_weight(self, w: float) -> None:
+        if self.no_weight:
+            raise FtkitError("the weights of all members are zero in this step")
         self.weight = w
+
+    def report_error(self, e: Exception) -> None:
+        self.errors.append(e)
 
     def should_commit(self) -> bool:
         committed = self.next_votes.pop(0) if self.next_votes else True

@@ -161,6 +161,25 @@ def test_a_rank_without_a_sample_gets_a_stand_in_of_no_weight() -> None:
     assert [m.weight for m in world.members] == [1.0, 1.0, 0.0]
 
 
+def test_a_last_batch_whose_only_owner_has_died_is_split_anew() -> None:
+    """The survivors have no weight between them: that fails the step, not their processes."""
+    world = World(2)
+    cursors = [Cursor(m, Stream(1, epochs=1), batch_size=4) for m in world.members]
+    owner, survivor = world.members
+    for m in world.members:
+        m.start_step()
+    world.lose(owner)
+    survivor.no_weight = True
+    drawn = cursors[1].draw()
+    assert drawn is not None
+    assert drawn.mine == ()
+    assert len(survivor.errors) == 1
+    survivor.abort()
+    survivor.no_weight = False
+    world.form([survivor])
+    assert taken(cursors[1:]) == [[0]]
+
+
 def test_ranks_of_a_group_split_its_batch() -> None:
     world = World(1)
     cursors = [
