@@ -50,7 +50,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     detected_ms: float | None
     """The first survivor gave up the running epoch."""
     aborted_ms: float | None
-    """No survivor had work in flight any more."""
+    """No survivor had work in flight any more: it was cut, or had ended when the next epoch was asked for."""
     epoch_ms: float | None
     """A survivor was told the next epoch."""
     configured_ms: float | None
@@ -91,7 +91,7 @@ def measure(story: Story, fault: Fault) -> Recovery:
         fault=fault,
         survivors=survivors,
         detected_ms=since(min(_times(seen, "abort"), default=None)),
-        aborted_ms=since(max(_times(seen, "aborted"), default=None)),
+        aborted_ms=since(max(_times(seen, "aborted", "want"), default=None)),
         epoch_ms=since(min(_times(seen, "epoch"), default=None)),
         configured_ms=since(max(_times(seen, "configured"), default=None)),
         first_commit_ms=since(last_s) if whole else None,
@@ -141,9 +141,9 @@ def _ms(before: Step, after: Step) -> float:
     return round(1000 * (after.monotonic - before.monotonic), 1)
 
 
-def _times(seen: dict[str, list[Event]], kind: str) -> list[float]:
+def _times(seen: dict[str, list[Event]], *kinds: str) -> list[float]:
     """Return when each survivor first told of such an event."""
-    firsts = [next((e.monotonic for e in events if e.kind == kind), None) for events in seen.values()]
+    firsts = [next((e.monotonic for e in events if e.kind in kinds), None) for events in seen.values()]
     return [t for t in firsts if t is not None]
 
 
