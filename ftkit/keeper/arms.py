@@ -136,7 +136,7 @@ class Arms:
             while not self._closed.is_set():
                 try:
                     self._check_obituary()
-                    self._put(LetIn(self._admit(), self.etcd.version()))
+                    self._put(LetIn(self._admit(), self._etcd_version()))
                     return
                 except EtcdAuthError as error:
                     if not patient:
@@ -151,6 +151,13 @@ class Arms:
                 self._closed.wait(_ADMISSION_PAUSE_S)
 
         threading.Thread(target=run, name="keeper admission", daemon=True).start()
+
+    def _etcd_version(self) -> str:
+        """Return what the server calls itself; nice to know, but no reason to stay outside."""
+        try:
+            return self.etcd.version()
+        except EtcdError:
+            return ""
 
     def _admit(self) -> Admitted:
         assert self._config is not None, "the group is complete"

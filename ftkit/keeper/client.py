@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _START_S = 30.0
 _SILENCE_S = 5.0
 """A keeper that says nothing for so long (it speaks twice a second) has stopped and is replaced."""
+_SLICE_S = 0.5
 _RETRY_S = 0.05
 _MOST_STARTS = 5
 _WINDOW_S = 60.0
@@ -174,7 +175,16 @@ class KeeperClient:
     def _read(self, connection: Connection) -> str:
         """Hand on what the keeper says until the connection ends; say why it did."""
         silence_s = max(_SILENCE_S, self._settings.lease_ttl + 1.0)
+        silent_s = 0.0
         while True:
+            if not connection.wait_readable(_SLICE_S):
+                # Counted in slices: if this process itself stood still, the keeper was not silent.
+                silent_s += _SLICE_S
+                if silent_s >= silence_s:
+                    connection.close()
+                    return f"it has said nothing for {silence_s:g} s"
+                continue
+            silent_s = 0.0
             try:
                 message = connection.recv(_FROM_KEEPER, deadline=time.monotonic() + silence_s)
             except WireError as error:

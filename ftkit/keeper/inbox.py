@@ -45,6 +45,8 @@ class ConfigSeen(NamedTuple):
 class Fresh(NamedTuple):
     """All that was so in etcd when this was asked for has been posted."""
 
+    number: int
+
 
 class ParentDied(NamedTuple):
     """The process that started this keeper has ended."""

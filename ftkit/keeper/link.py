@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tenacity
+
 from ftkit.errors import ConfigError, EtcdAuthError, EtcdError, EtcdNoSpace, EtcdUnavailable
 from ftkit.keeper.compat import load_etcd3
 from ftkit.keeper.settings import Endpoint, EtcdSettings
@@ -143,8 +145,6 @@ class Link:
         except EtcdUnavailable as error:
             if not (repeatable or isinstance(error, Unsent)) or self._closed:
                 raise
-        import tenacity  # only needed in trouble; keeps the start of the process short
-
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(EtcdUnavailable if repeatable else Unsent),
             wait=tenacity.wait_random_exponential(multiplier=0.02, max=0.5),

@@ -23,6 +23,7 @@ from ftkit.keeper.admission import Admitted, own_config, same_secret
 from ftkit.keeper.arms import Arms
 from ftkit.keeper.etcd import Etcd
 from ftkit.keeper.group import Group
+from ftkit.keeper.hearing import Hearing
 from ftkit.keeper.inbox import ConfigSeen, Fresh, Item, LetIn, ParentDied, RefusedBy, Trouble, Waits
 from ftkit.keeper.keys import decode_config
 from ftkit.keeper.post import Post
@@ -57,7 +58,7 @@ class Keeper:
         self._admitted: Admitted | None = None
         self._etcd_version = ""
         self._ready = self._welcomed = self._dead = self._done = self._crashed = self._parent_dead = False
-        self._silent = self._refreshing = False
+        self._hearing = Hearing(settings.lease_ttl)
         self._give_up_at: float | None = None
         self._evict_at: float | None = None
         # A rank that died together with the last keeper never comes back.
@@ -109,7 +110,7 @@ class Keeper:
         elif isinstance(item, ConfigSeen):
             self._compare_config(item)
         elif isinstance(item, Fresh):
-            self._hear_again()
+            self._hear_again(item.number)
         elif isinstance(item, ParentDied):
             self._parent_dead = True
             self._end_if_orphaned()
@@ -138,24 +139,19 @@ class Keeper:
 
     def _notice_silence(self) -> None:
         """Before anything else is believed: what was seen may be old news (I3), as after a standstill."""
-        age = self._arms.etcd_age()
-        if age is None or not self._ready:
+        if not self._ready:
             return
-        if age > self._settings.lease_ttl:
-            self._refreshing = False
-            if not self._silent:
-                self._silent = True
-                self._hand_to_machine(ev.Silence(True))
-        elif self._silent and not self._refreshing:
-            # Heard again; but changes of the time in between may still be on their way.
-            self._refreshing = True
-            self._arms.sight.refresh(lambda: self._inbox.put(Fresh()))
+        verdict = self._hearing.notice(self._arms.etcd_age(), time.monotonic())
+        if isinstance(verdict, ev.Silence):
+            self._hand_to_machine(verdict)
+        elif verdict is not None:
+            self._arms.sight.refresh(lambda: self._inbox.put(Fresh(verdict)))
 
-    def _hear_again(self) -> None:
-        age = self._arms.etcd_age()
-        if self._silent and self._refreshing and age is not None and age <= self._settings.lease_ttl:
-            self._silent = self._refreshing = False
-            self._hand_to_machine(ev.Silence(False))
+    def _hear_again(self, number: int) -> None:
+        self._notice_silence()
+        verdict = self._hearing.refreshed(number)
+        if verdict is not None:
+            self._hand_to_machine(verdict)
 
     def _have_done(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.AbortWork):
@@ -291,15 +287,15 @@ class Keeper:
         if isinstance(item, Exited):
             self._stopped.discard(item.rank)
         if item.rank not in self._group.goodbyes:
-            self._die(self._group.how_died(item.rank, item.how), item.rank)
-        if isinstance(item, Hung):
-            self._arms.processes.kill()
+            died = self._die(self._group.how_died(item.rank, item.how), item.rank)
+            if died and isinstance(item, Hung):
+                self._arms.processes.kill()
         self._end_if_orphaned()
 
-    def _die(self, how: str, rank: int = 0) -> None:
-        """The group is dead: prove it to the others, tell the ranks that are left."""
+    def _die(self, how: str, rank: int = 0) -> bool:
+        """The group is dead: prove it to the others, tell the ranks that are left; say if that is news."""
         if self._dead or self._done:
-            return
+            return False
         self._dead = True
         self._lost.clear()
         log.warning("%s is dead: %s", self._settings.replica_id, how)
@@ -307,10 +303,11 @@ class Keeper:
         self._tell_all(msg.Refused(error="KeeperError", message=text))
         if not (self._ready or self._takeover):
             self._done = True  # it never was a member
-            return
+            return True
         self._give_up_at = time.monotonic() + self._settings.takeover_after
         progress = self._arms.read_progress(rank)
         self._machine_hears(ev.Died(how=how, version=FRESH if progress is None else progress.version))
+        return True
 
     def _refuse(self, error: Exception) -> None:
         """The group cannot take part; or one of the keeper's threads has failed, and another keeper must."""
@@ -341,8 +338,8 @@ class Keeper:
                 self._die(self._group.how_died(rank, "connection lost"), rank)
         if self._evict_at is not None and now >= self._evict_at:
             self._evict_at = None
-            self._die("evicted")
-            self._arms.processes.kill()
+            if self._die("evicted"):
+                self._arms.processes.kill()
         if self._return_by is not None and now >= self._return_by:
             self._return_by = None
             missing = self._group.missing()

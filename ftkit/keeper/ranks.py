@@ -5,6 +5,7 @@ Each connection has a thread that reads and one that writes; both only pass on.
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import threading
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _FROM_RANK: msgspec.json.Decoder[msg.ToKeeper] = msgspec.json.Decoder(msg.ToKeeper)
 _FIRST_WORD_S = 60.0
+_PORT_S = 10.0
 
 
 class Session:
@@ -84,10 +86,17 @@ class Ranks:
 
     def __init__(self, host: str, port: int, secret: str, post: Callable[[FromRank], None]) -> None:
         self._post = post
-        try:
-            self._listener = Listener(secret, self._serve, host=host, port=port)
-        except OSError as error:
-            raise KeeperError(f"the keeper cannot listen on {host}:{port}: {error.strerror}") from None
+        deadline = time.monotonic() + (_PORT_S if port else 0.0)
+        while True:
+            try:
+                self._listener = Listener(secret, self._serve, host=host, port=port)
+                break
+            except OSError as error:
+                # The port of the last keeper may be in use as somebody's own end of a connection.
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    where = f"{host}:{port}"
+                    raise KeeperError(f"the keeper cannot listen on {where}: {error.strerror}") from None
+            time.sleep(0.1)
         self.port = self._listener.port
 
     def close(self) -> None:

@@ -44,11 +44,11 @@ def main() -> int:
             settings = stack.enter_context(_reachable(post.settings))
             etcd = stack.enter_context(Etcd(etcd_settings(settings)))
             keeper = Keeper(post, etcd)
+            if post.parent:
+                _watch_parent(post.parent, keeper)
         except FtkitError as error:
             _answer(Answer(error=str(error), kind=type(error).__name__))
             return 1
-        if post.parent:
-            _watch_parent(post.parent, keeper)
         _answer(Answer(port=keeper.port))
         return keeper.run()
 

@@ -131,6 +131,15 @@ class Connection:
             length -= len(part)
         return b"".join(parts)
 
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Wait until something, be it the end, can be received; say whether that is so."""
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLIN)
+            return bool(poll.poll(timeout_s * 1000))
+        except (OSError, ValueError):
+            return True  # it was closed meanwhile, as receiving will show
+
     def _wait_readable(self, deadline: float) -> None:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)

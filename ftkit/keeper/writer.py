@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 PROOF_TTL_S = 3600
 _TRIES = 10
 _MOST_COMPARES = 100
+_LARGE = 700_000
+"""Bytes of an epoch beyond which its copy does not fit into the same request of at most 1.5 MB."""
 
 EtcdEffect = ev.Hold | ev.Withdraw | ev.Depart | ev.PutAbort | ev.PutEpoch | ev.AckControl
 
@@ -300,6 +302,7 @@ class Writer:
     def _put_epoch(self, wish: ev.PutEpoch) -> None:
         epoch = wish.epoch if wish.epoch.time else msgspec.structs.replace(wish.epoch, time=time.time())
         value = encode(epoch)
+        copy = Put(self._keys.history_of(epoch.id), value)
         gone = [self._keys.member_of(r) for r in wish.absent]
         if len(gone) > _MOST_COMPARES:  # etcd's default limit is 128; the rest is looked at just before
             here = {kv.key for kv in self._etcd.list(self._keys.members)[0]}
@@ -311,12 +314,14 @@ class Writer:
                 Compare(self._keys.epoch, "mod", "=", wish.revision),
                 *(Compare(key, "mod", "=", 0) for key in gone[:_MOST_COMPARES]),
             ],
-            [Put(self._keys.epoch, value), Put(self._keys.history_of(epoch.id), value)],
+            [Put(self._keys.epoch, value), *([copy] if len(value) <= _LARGE else [])],
         )
         if not answer.succeeded:
             self._post(ev.ProposalFailed())
             return
         log.info("epoch %d proposed: %s", epoch.id, epoch.reason)
+        if len(value) > _LARGE:
+            self._etcd.txn([], [copy])
         if epoch.id > HISTORY_KEPT:
             oldest = self._keys.history_of(epoch.id - HISTORY_KEPT + 1)
             self._etcd.txn([], [DeletePrefix(self._keys.history, oldest)])

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
+from ftkit.keeper.embedded import EtcdCluster, EtcdServer, find_etcd
 from ftkit.keeper.etcd import Etcd, EtcdSettings
 from ftkit.keeper.keys import JobKeys
+from ftkit.keeper.link import rpc
 
 SCRIPT = Path(__file__).parent / "rank_process.py"
 
@@ -102,12 +104,13 @@ class Rank:
 class World:
     """Starts groups of one job against one etcd and looks into it."""
 
-    def __init__(self, job: str, *urls: str) -> None:
+    def __init__(self, job: str, *urls: str, user: str = "", password: str = "") -> None:
         self.job = job
+        self.settings = {"etcd_user": f"{user}:{password}"} if user else {}
         self.urls = urls
         self.keys = JobKeys(job)
         self.ranks: list[Rank] = []
-        self.etcd = Etcd(EtcdSettings(endpoints=urls))
+        self.etcd = Etcd(EtcdSettings(endpoints=urls, user=user, password=password))
 
     def start(
         self,
@@ -126,6 +129,7 @@ class World:
             "gather_window": 0.3,
             "freeze_grace": 1.0,
             "group_rank": rank,
+            **self.settings,
         }
         if settings.get("group_world_size", 1) > 1:
             base |= {"master_addr": "127.0.0.1", "master_port": 1}
@@ -176,6 +180,13 @@ def processes_of(job: str) -> list[int]:
     return found
 
 
+def server_of(etcd: Etcd, cluster: EtcdCluster) -> EtcdServer:
+    """Return the server that a connection leads to."""
+    answer = etcd.link.call(lambda c: c.maintenancestub.Status, rpc.StatusRequest(), repeatable=True)
+    members = [s.member_id for s in etcd.status()]
+    return cluster.servers[members.index(answer.header.member_id)]
+
+
 @pytest.fixture
 def world(etcd_url: str, job: str) -> Iterator[World]:
     with contextlib.closing(World(job, etcd_url)) as world:
@@ -194,3 +205,22 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def ctl(server: EtcdServer, *arguments: str) -> None:
+    command = [str(find_etcd().with_name("etcdctl")), f"--endpoints={server.url}", *arguments]
+    subprocess.run(command, capture_output=True, check=True, env={"ETCDCTL_API": "3"})
+
+
+@pytest.fixture(scope="module")
+def auth_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    path = tmp_path_factory.mktemp("auth") / "data"
+    with EtcdServer(data_dir=path, extra=("--auth-token-ttl=1",)) as server:
+        ctl(server, "user", "add", "root:pw")
+        ctl(server, "user", "grant-role", "root", "root")
+        ctl(server, "role", "add", "trainer")
+        ctl(server, "role", "grant-permission", "trainer", "--prefix=true", "readwrite", "/ftkit/")
+        ctl(server, "user", "add", "me:pw")
+        ctl(server, "user", "grant-role", "me", "trainer")
+        ctl(server, "auth", "enable")
+        yield server

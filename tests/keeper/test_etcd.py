@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ftkit.errors import ConfigError, EtcdAuthError, EtcdError, EtcdUnavailable
-from ftkit.keeper.embedded import EtcdCluster, EtcdServer, find_etcd, free_ports
+from ftkit.keeper.embedded import EtcdCluster, EtcdServer, free_ports
 from ftkit.keeper.etcd import (
     KV,
     Compare,
@@ -24,6 +24,7 @@ from ftkit.keeper.etcd import (
     Put,
     prefix_end,
 )
+from tests.keeper.conftest import server_of
 
 
 @pytest.fixture
@@ -175,8 +176,8 @@ class TestFailover:
         with Etcd(EtcdSettings(endpoints=cluster.endpoints, timeout_s=10.0)) as etcd:
             etcd.put(f"/{job}/k", b"0")
             status = etcd.status()
-            # The one that the connection leads to: pick_first begins with the first.
-            lost = cluster.servers[0]
+            lost = server_of(etcd, cluster)
+            leads = status[cluster.servers.index(lost)].is_leader
             getattr(lost, how)()
             begun = time.monotonic()
             etcd.put(f"/{job}/k", b"1")
@@ -185,46 +186,33 @@ class TestFailover:
             assert kv is not None
             assert kv.value == b"1"
             # If it was the leader, an election comes on top.
-            assert took < (9.0 if status[0].is_leader else 5.0)
+            assert took < (9.0 if leads else 5.0)
             if how == "freeze":
                 lost.thaw()
 
-    def test_all_keep_working_after_two_servers_have_taken_turns(self, cluster: EtcdCluster, job: str):
+    def test_all_keep_working_after_all_servers_have_taken_turns(self, cluster: EtcdCluster, job: str):
         for server in cluster.servers:
             if server.process is None:
                 server.start()
         with Etcd(EtcdSettings(endpoints=cluster.endpoints, timeout_s=10.0)) as etcd:
             lease = etcd.grant(30)
-            for server in cluster.servers[:2]:
+            for _ in range(3):
+                server = server_of(etcd, cluster)
                 server.kill()
                 etcd.put(f"/{job}/k", server.name.encode())
                 assert etcd.keep_alive(lease) > 0
                 server.start()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    path = tmp_path_factory.mktemp("auth") / "data"
-    with EtcdServer(data_dir=path, extra=("--auth-token-ttl=1",)) as server:
-        ctl(server, "user", "add", "root:pw")
-        ctl(server, "user", "grant-role", "root", "root")
-        ctl(server, "role", "add", "trainer")
-        ctl(server, "role", "grant-permission", "trainer", "--prefix=true", "readwrite", "/ftkit/")
-        ctl(server, "user", "add", "me:pw")
-        ctl(server, "user", "grant-role", "me", "trainer")
-        ctl(server, "auth", "enable")
-        yield server
-
-
 class TestCredentials:
     """etcd with users, whose tokens run out after a second."""
 
-    def settings(self, server: EtcdServer, user: str = "me", password: str = "pw") -> EtcdSettings:
-        return EtcdSettings(endpoints=(server.url,), user=user, password=password)
+    def settings(self, auth_server: EtcdServer, user: str = "me", password: str = "pw") -> EtcdSettings:
+        return EtcdSettings(endpoints=(auth_server.url,), user=user, password=password)
 
-    def test_a_token_that_has_run_out_is_renewed(self, server: EtcdServer):
+    def test_a_token_that_has_run_out_is_renewed(self, auth_server: EtcdServer):
         """Simple tokens live five minutes by default; training lives longer."""
-        with Etcd(self.settings(server)) as etcd:
+        with Etcd(self.settings(auth_server)) as etcd:
             etcd.put("/ftkit/x", b"1")
             token = etcd.link._token
             deadline = time.monotonic() + 10
@@ -233,29 +221,24 @@ class TestCredentials:
                 threading.Event().wait(1.2)  # a request would renew the token's life
                 assert etcd.txn([], [Put("/ftkit/x", b"2")]).succeeded
 
-    def test_a_wrong_password_is_said(self, server: EtcdServer):
+    def test_a_wrong_password_is_said(self, auth_server: EtcdServer):
         with (
-            Etcd(self.settings(server, password="no")) as etcd,
+            Etcd(self.settings(auth_server, password="no")) as etcd,
             pytest.raises(EtcdAuthError, match="password"),
         ):
             etcd.get("/ftkit/x")
 
-    def test_no_user_is_said(self, server: EtcdServer):
-        with Etcd(EtcdSettings(endpoints=(server.url,))) as etcd, pytest.raises(EtcdAuthError):
+    def test_no_user_is_said(self, auth_server: EtcdServer):
+        with Etcd(EtcdSettings(endpoints=(auth_server.url,))) as etcd, pytest.raises(EtcdAuthError):
             etcd.get("/ftkit/x")
 
-    def test_a_missing_permission_is_said(self, server: EtcdServer):
-        with Etcd(self.settings(server)) as etcd, pytest.raises(EtcdAuthError, match="grant"):
+    def test_a_missing_permission_is_said(self, auth_server: EtcdServer):
+        with Etcd(self.settings(auth_server)) as etcd, pytest.raises(EtcdAuthError, match="grant"):
             etcd.put("/other", b"")
 
     def test_credentials_are_ignored_where_nobody_asks_for_them(self, etcd_url: str):
         with Etcd(EtcdSettings(endpoints=(etcd_url,), user="u", password="p")) as etcd:
             assert etcd.get("/x") is None
-
-
-def ctl(server: EtcdServer, *arguments: str) -> None:
-    command = [str(find_etcd().with_name("etcdctl")), f"--endpoints={server.url}", *arguments]
-    subprocess.run(command, capture_output=True, check=True, env={"ETCDCTL_API": "3"})
 
 
 class Certificates:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
+from ftkit.keeper.embedded import EtcdServer
 from tests.keeper.conftest import World, alive, wait_until
 
 
@@ -254,3 +256,41 @@ def test_nonsense_in_etcd_harms_nobody(world: World):
     world.etcd.put(world.keys.control_of("drain", "a"), b"7")
     (a,) = world.train("a")
     assert a.process.poll() is None
+
+
+def test_members_live_on_while_their_tokens_run_out(auth_server: EtcdServer, job: str):
+    """Keep-alives, watches and writes all carry a token, which lives for a second here."""
+    with closing(World(job, auth_server.url, user="me", password="pw")) as world:
+        a, b = world.train("a", "b")
+        lease = world.etcd.get(world.keys.member_of("b")).lease
+        for _ in range(8):
+            a.wait("Contact")
+        assert world.etcd.get(world.keys.member_of("b")).lease == lease, "it was never lost"
+        b.kill()
+        a.wait("AbortEpoch", epoch=1)
+        a.do("want", [1, 4], "peer died")
+        assert a.epoch()["id"] == 2
+
+
+def test_a_wrong_password_ends_the_start_with_its_reason(auth_server: EtcdServer, job: str):
+    with closing(World(job, auth_server.url, user="me", password="no")) as world:
+        refusal = world.start("a").wait("Refused")["value"]
+    assert refusal["error"] == "EtcdAuthError"
+    assert "password" in refusal["message"]
+
+
+def test_a_whole_group_that_stood_still_finds_its_way_back(world: World):
+    """A machine that was suspended: the keeper's lease is gone, what it believes is old."""
+    a, b = world.train("a", "b", freeze_grace=30.0)
+    keeper = b.keeper_pid()
+    for pid in (keeper, b.process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: world.member("b") is None)
+    a.do("want", [1, 5], "b is gone")
+    for pid in (keeper, b.process.pid):
+        os.kill(pid, signal.SIGCONT)
+    why = b.wait("AbortEpoch", epoch=1)["value"]["why"]
+    assert why
+    wait_until(lambda: world.member("b") is not None)
+    b.do("want", [1, 5], "aborted")
+    assert {s[0] for s in a.epoch()["seats"]} == {s[0] for s in b.epoch()["seats"]} == {"a", "b"}

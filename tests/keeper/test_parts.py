@@ -19,6 +19,7 @@ from ftkit.keeper.admission import difference, own_config
 from ftkit.keeper.embedded import Embedded, find_etcd
 from ftkit.keeper.etcd import Etcd, EtcdSettings
 from ftkit.keeper.group import Group
+from ftkit.keeper.hearing import REFRESH_S, Hearing
 from ftkit.keeper.keys import JobKeys, decode
 from ftkit.keeper.processes import Exited, Hung, Processes, Stopped, exit_status
 from ftkit.keeper.progress import Phase, Progress, ProgressReader, ProgressWriter, progress_path
@@ -99,6 +100,31 @@ class TestGroup:
         assert group.goodbye() is None
         group.goodbyes[1] = msg.GoodbyeKeeper(version=Version(1, 2), how="gave up", planned=True)
         assert group.goodbye() == ev.Goodbye(how="gave up", version=Version(1, 2), planned=True)
+
+
+class TestHearing:
+    def test_a_silence_ends_only_when_all_has_been_seen(self):
+        """I3: a keep-alive may be answered before the watch has brought what happened meanwhile."""
+        hearing = Hearing(5.0)
+        assert hearing.notice(None, 0.0) is None
+        assert hearing.notice(4.9, 0.0) is None
+        assert hearing.notice(5.1, 1.0) == ev.Silence(True)
+        assert hearing.notice(6.0, 2.0) is None
+        assert hearing.notice(0.1, 3.0) == 1
+        assert hearing.notice(0.1, 3.1) is None, "it is under way"
+        assert hearing.refreshed(1) == ev.Silence(False)
+        assert hearing.refreshed(1) is None
+
+    def test_a_refresh_that_a_second_silence_has_overtaken_does_not_count(self):
+        hearing = Hearing(5.0)
+        hearing.notice(9.0, 0.0)
+        assert hearing.notice(0.0, 1.0) == 1
+        hearing.notice(9.0, 20.0)
+        assert hearing.refreshed(1) is None
+        assert hearing.notice(0.0, 21.0) == 2
+        assert hearing.refreshed(1) is None
+        assert hearing.notice(0.0, 21.0 + 2 * REFRESH_S) == 3, "one that is lost is asked for again"
+        assert hearing.refreshed(3) == ev.Silence(False)
 
 
 class TestConfig:

@@ -12,7 +12,7 @@ import pytest
 from ftkit.keeper.embedded import EtcdCluster, EtcdServer
 from ftkit.keeper.etcd import KV, DeletePrefix, Etcd, EtcdSettings, Put
 from ftkit.keeper.watch import Watch, WatchEvent
-from tests.keeper.conftest import wait_until
+from tests.keeper.conftest import server_of, wait_until
 
 
 class Mirror:
@@ -146,8 +146,10 @@ def test_a_frozen_server_is_left_for_another(tmp_path: Any):
         etcd.put("/m/a", b"1")
         mirror = Mirror(etcd, "/m/")
         wait_until(lambda: mirror.num_listings)
-        cluster.servers[0].freeze()
-        with Etcd(EtcdSettings(endpoints=cluster.endpoints[1:], timeout_s=15.0)) as other:
+        frozen = server_of(etcd, cluster)
+        others = tuple(s.url for s in cluster.servers if s is not frozen)
+        frozen.freeze()
+        with Etcd(EtcdSettings(endpoints=others, timeout_s=15.0)) as other:
             other.put("/m/a", b"2")
         # `etcd` sends nothing meanwhile, so only the pings can tell.
         wait_until(lambda: mirror.table["/m/a"] == b"2", 25)
