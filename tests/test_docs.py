@@ -5,8 +5,11 @@ Run as a program, it writes README's table of settings anew.
 
 import ast
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,10 @@ def blocks(text: str) -> str:
     fenced = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.S | re.M)
     indented = re.findall(r"^ {4}(\S.*)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), flags=re.M)
     return "\n".join([*fenced, *indented])
+
+
+def python_snippets(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.S | re.M)
 
 
 def test_the_readme_has_the_current_table_of_settings():
@@ -118,8 +125,24 @@ def test_make_targets_and_scripts_that_are_named_exist(path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_python_snippets_are_python(path):
-    for snippet in re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.S | re.M):
+    for snippet in python_snippets(path):
         ast.parse(snippet)
+
+
+def test_the_readmes_script_trains_on_two_replica_groups(tmp_path):
+    """It is the first thing that somebody copies."""
+    (snippet,) = (s for s in python_snippets(README) if "Manager(" in s)
+    assert "< 1000" in snippet
+    ending = "\nprint('done', manager.current_step())\n"
+    (tmp_path / "train.py").write_text(snippet.replace("< 1000", "< 5") + ending, encoding="utf-8")
+    launch = [sys.executable, "-m", "ftkit.cli.main", "launch", "--groups", "2", "--max-restarts", "0"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FTKIT_", "ETCDCTL_"))}
+    words = [*launch, "--", "train.py"]
+    ran = subprocess.run(
+        words, cwd=tmp_path, env=kept, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("done 5") == 2, ran.stdout
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
@@ -144,8 +167,7 @@ def test_names_imported_by_snippets_are_public():
     import ftkit
 
     for path in DOCUMENTS:
-        text = path.read_text(encoding="utf-8")
-        for snippet in re.findall(r"^```python\n(.*?)^```", text, flags=re.S | re.M):
+        for snippet in python_snippets(path):
             for node in ast.walk(ast.parse(snippet)):
                 if isinstance(node, ast.ImportFrom) and node.module == "ftkit":
                     for alias in node.names:
