@@ -77,6 +77,7 @@ class Arms:
             freeze_grace=settings.freeze_grace,
             progress_timeout=settings.progress_timeout,
             read=self.read_progress,
+            on_failure=lambda error: put(RefusedBy(error)),
         )
         self.stats = StatsPublisher(
             etcd,

@@ -149,6 +149,8 @@ class KeeperClient:
             return
         if reader is None:
             process.kill()  # nobody has ever spoken to it: there is nothing that it would have to tell etcd
+            with contextlib.suppress(OSError):
+                os.unlink(progress_path(self._incarnation))
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -74,11 +74,13 @@ class Processes:
         freeze_grace: float,
         progress_timeout: float | None,
         read: Callable[[int], Progress | None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
         self._post = post
         self._freeze_grace = freeze_grace
         self._progress_timeout = progress_timeout
         self._read = read
+        self._on_failure = on_failure
         self._lock = threading.Lock()
         self._ranks: dict[int, _Rank] = {}
         self._reported: set[int] = set()
@@ -116,6 +118,13 @@ class Processes:
         self._closed = True
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            log.exception("watching the ranks' processes ends")
+            self._on_failure(error)
+
+    def _watch(self) -> None:
         last = time.monotonic()
         while not self._closed:
             ended = {fd for fd, _ in self._poll.poll(LOOK_S * 1000)}

@@ -8,7 +8,12 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
+from ftkit.config import Settings
+from ftkit.keeper.client import KeeperClient
 from ftkit.keeper.embedded import EtcdServer
+from ftkit.keeper.wire import WireError, connect
 from tests.keeper.conftest import World, alive, wait_until
 
 
@@ -294,3 +299,34 @@ def test_a_whole_group_that_stood_still_finds_its_way_back(world: World):
     wait_until(lambda: world.member("b") is not None)
     b.do("want", [1, 5], "aborted")
     assert {s[0] for s in a.epoch()["seats"]} == {s[0] for s in b.epoch()["seats"]} == {"a", "b"}
+
+
+def test_embedded_means_one_etcd_for_all_groups_of_the_machine(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The first keeper starts it, the last one ends it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with closing(World(job, "embedded")) as world:
+        a, b = world.train("a", "b", gather_window=1.0)
+        for r in (a, b):
+            r.do("goodbye", False)
+            r.wait("Gone")
+    assert not list(tmp_path.glob("ftkit-etcd-*/data"))
+
+
+def test_a_keeper_that_nobody_has_spoken_to_ends_with_its_client(job: str, etcd_url: str):
+    """A trainer may fail between its construction and its first step."""
+    settings = Settings.resolve({}, etcd=etcd_url, job=job, replica_id="a")
+    client = KeeperClient(
+        settings,
+        rank=0,
+        incarnation=job,
+        hello=lambda: pytest.fail("it never connects"),
+        on_message=lambda message: None,
+        on_lost=lambda error: None,
+    )
+    address = client.start()
+    assert address.secret not in repr(address)
+    client.close()
+    with pytest.raises(WireError):
+        connect(address.host, address.port, address.secret)

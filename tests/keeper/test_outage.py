@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ftkit.errors import EtcdNoSpace
-from ftkit.keeper.embedded import EtcdServer, find_etcd
+from ftkit.keeper.embedded import EtcdCluster, EtcdServer, find_etcd
 from ftkit.keeper.etcd import Etcd
 from tests.keeper.conftest import Rank, World, wait_until
 
@@ -161,3 +161,18 @@ def test_a_full_etcd_is_reported_with_what_to_do(job: str, tmp_path: Path):
         etcdctl(server, "defrag")
         etcdctl(server, "alarm", "disarm")
         assert a.epoch()["id"] == 2
+
+
+def test_the_servers_of_a_cluster_may_die_one_after_another(job: str, tmp_path: Path):
+    """Keepers go to another server; a new leader gives all leases their full time again."""
+    with EtcdCluster(tmp_path) as cluster, closing(World(job, *cluster.endpoints)) as world:
+        a, b = world.train("a", "b", lease_ttl=3)
+        for server in cluster.servers:
+            server.kill()
+            mark(a, b)
+            fresh_contact(a)
+            fresh_contact(b)
+            server.start()
+            undisturbed(a, b)
+        b.kill()
+        assert "SIGKILL" in a.wait("AbortEpoch", epoch=1)["value"]["why"]

@@ -244,7 +244,7 @@ class TestProcesses:
     def processes(self, progress=lambda _: None, **limits):
         self.seen = []
         settings = {"freeze_grace": 0.2, "progress_timeout": None} | limits
-        return Processes(self.seen.append, read=progress, **settings)
+        return Processes(self.seen.append, read=progress, on_failure=self.seen.append, **settings)
 
     def test_an_end_is_noticed_with_its_code(self):
         """The process is a zombie for a moment; that is when its status can be read by others."""
