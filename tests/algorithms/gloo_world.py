@@ -19,7 +19,8 @@ from ftkit.runtime.collectives import Collective, Collectives
 
 T = TypeVar("T")
 
-DEADLINE_S = 30.0
+TIMEOUT_S = 30.0
+DEADLINE_S = 80.0
 
 
 class GlooManager:
@@ -29,7 +30,7 @@ class GlooManager:
         self.rank = rank
         self._store = store
         self._size = size
-        self._pg = ProcessGroupGloo(timeout_s=DEADLINE_S)
+        self._pg = ProcessGroupGloo(timeout_s=TIMEOUT_S)
         self.errors: list[Exception] = []
         self.sent: list[int] = []
         self.collectives = Collectives(self._launch, self.errors.append)
