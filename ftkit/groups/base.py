@@ -99,8 +99,7 @@ class ProcessGroup(ABC):
                     if session is not None and attempt.given_up is None:
                         self._session, session = session, None
                 if session is not None:
-                    session.drain(0.0)
-                    self._leftovers.append(session)
+                    _free([session])
                     del session
             if attempt.given_up is not None:
                 raise Aborted(attempt.given_up)
@@ -116,13 +115,17 @@ class ProcessGroup(ABC):
             raise GroupError(why)
         if attempt.given_up is not None:
             raise Aborted(attempt.given_up)
-        if attempt.error is not None:
-            if isinstance(attempt.error, RuntimeError):
+        error = attempt.error
+        try:
+            if isinstance(error, RuntimeError):
                 raise GroupError(
                     f"rendezvous {attempt.prefix!r} of rank {attempt.rank} of {attempt.size} failed:"
-                    f" {attempt.phase} ({attempt.error})"
-                ) from attempt.error
-            raise attempt.error
+                    f" {attempt.phase} ({error})"
+                ) from error
+            if error is not None:
+                raise error
+        finally:
+            del error  # it would refer to itself through this frame
 
     def abort(self, why: str = "") -> None:
         """Make every pending collective and a running `configure` fail at once; from any thread, idempotent.
@@ -161,9 +164,9 @@ class ProcessGroup(ABC):
         self.abort("the process group is closed")
         with self._lock:
             leftovers, self._leftovers = self._leftovers, []
-        for session in leftovers:
-            if session.link is not None:
-                session.link.cut()
+        # An operation that was left behind holds this up until its timeout: do not wait for it.
+        freeing = _free(leftovers)
+        freeing.join(1.0)
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -314,3 +317,15 @@ class ProcessGroup(ABC):
 
 def _many(tensors: Tensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _free(sessions: list[Session]) -> threading.Thread:
+    def free() -> None:
+        while sessions:
+            session = sessions.pop()
+            session.sever()
+            session.free()
+
+    thread = threading.Thread(target=free, name="ftkit-free-groups", daemon=True)
+    thread.start()
+    return thread

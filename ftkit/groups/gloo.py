@@ -8,6 +8,7 @@ torch's experimental reconfigure (2.14) is no better here: its abort leaves oper
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 import threading
@@ -24,6 +25,8 @@ from ftkit.groups.base import ProcessGroup
 from ftkit.groups.rendezvous import Attempt
 from ftkit.groups.session import Session
 from ftkit.groups.sockets import Descriptor
+
+log = logging.getLogger(__name__)
 
 _device_lock = threading.Lock()
 
@@ -117,11 +120,12 @@ class _GlooSession(Session):
         super().__init__(backend, attempt.rank, attempt.size)
         self.link = attempt.link
         self._store = store
-        self._device = device
+        self._device: _Device | None = device
         self._clear = False
 
     def sever(self) -> None:
-        self._clear = self._device.cut()
+        device = self._device
+        self._clear = device is None or device.cut()
 
     def is_severed(self) -> bool:
         return self._clear
@@ -129,10 +133,15 @@ class _GlooSession(Session):
     def at_rest(self) -> bool:
         # An operation whose message is half received or half sent when its connection goes is not told by
         # gloo, and sleeps until its timeout. Other groups' threads count too: then this takes longer.
-        return sockets.threads_sleep("pt_gloo_runloop")
+        return sockets.supported() and sockets.threads_sleep("pt_gloo_runloop")
+
+    def free(self) -> None:
+        super().free()
+        self._device = self._store = None
 
     def hidden_fds(self) -> list[int]:
-        return self._device.fds() + ([] if self.link is None else self.link.fds())
+        device = self._device
+        return ([] if device is None else device.fds()) + ([] if self.link is None else self.link.fds())
 
     def process_group(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -158,6 +167,8 @@ class ProcessGroupGloo(ProcessGroup):
             raise ConfigError("give a process group a hostname or an interface, not both")
         if not dist.is_gloo_available():
             raise ConfigError("this build of torch has no gloo")
+        if not sockets.supported():
+            log.warning("this system does not say which sockets are gloo's: an abort waits for its timeout")
         self._hostname = hostname
         self._interface = interface
 

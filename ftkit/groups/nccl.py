@@ -59,7 +59,8 @@ class _NcclSession(Session):
         with self._severing:  # who comes second waits until the communicator is gone
             if not self._over.is_set():
                 try:
-                    self.backend.abort()
+                    if self.backend is not None:
+                        self.backend.abort()
                 finally:
                     self._over.set()
 
@@ -68,6 +69,11 @@ class _NcclSession(Session):
 
     def at_rest(self) -> bool:
         return False  # a kernel that is still on the device may write
+
+    def free(self) -> None:
+        self.sever()
+        super().free()
+        self._store = None
 
     def hidden_fds(self) -> list[int]:
         return [] if self.link is None else self.link.fds()

@@ -75,6 +75,8 @@ class Attempt:
         """Return what was built, once; what is built later is thrown away by its builder."""
         with self._lock:
             session, self._session, self._is_taken = self._session, None, True
+            # Its traceback refers to this attempt and to all that was built: a cycle would keep it alive.
+            self.error = None
         return session
 
     def _cut_for(self, time_s: float, pause_s: float) -> bool:
@@ -131,23 +133,23 @@ class Attempt:
             spent = session.store_is_spent
             with self._lock:
                 if self._is_taken:
-                    session.drain(0.0)
+                    self._leftovers.append(session)
                 else:
                     self._session = session
             del session
         except Exception as error:
-            self.error = error
+            with self._lock:
+                if not self._is_taken:
+                    self.error = error
         finally:
             self._done.set()
             self.settled.set()
         try:
-            for session in self._leftovers:
-                if session.link is not None:
-                    session.link.cut()
             if spent:
                 self._tidy()
             # The destructors of a torch group take some 10 ms; nobody waits for them here.
-            self._leftovers.clear()
+            while self._leftovers:
+                self._leftovers.pop().free()
         finally:
             # These closures refer to this attempt and to the device: a cycle would keep both alive.
             self.cut_parts, self.part_fds = _nothing, list

@@ -90,6 +90,15 @@ class Session(ABC):
         with suppress(ValueError):  # another thread was faster
             self.pending.remove(work)
 
+    def free(self) -> None:
+        """Let go of torch's objects, here and now; takes until the timeout if an operation was left behind.
+
+        Works that somebody keeps refer to this session: without this, who drops the last would have to wait.
+        """
+        if self.link is not None:
+            self.link.cut()
+        self.backend = self._group = None
+
     def wrap(self, inner: Work, *, tracked: bool) -> Work:
         """Keep account of what has just been launched, and return what the caller is to hold."""
         if not tracked:

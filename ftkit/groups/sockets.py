@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import stat
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 log = logging.getLogger(__name__)
@@ -30,9 +32,16 @@ class Descriptor(NamedTuple):
     inode: int
 
 
+@lru_cache(maxsize=1)
 def supported() -> bool:
-    """Say whether this system lists the targets of an epoll instance (Linux does)."""
-    return os.path.isdir(_FD) and os.path.isdir("/proc/self/fdinfo")
+    """Say whether this system lists the targets of an epoll instance (Linux does, gVisor does not)."""
+    if not os.path.isdir(_FD) or not hasattr(select, "epoll"):
+        return False
+    one, other = socket.socketpair()
+    with one, other, select.epoll() as poller:
+        poller.register(one)
+        inode = os.fstat(one.fileno()).st_ino
+        return targets(poller.fileno()) == [Descriptor(one.fileno(), inode)]
 
 
 def socket_inodes() -> set[int]:

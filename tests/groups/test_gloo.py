@@ -11,8 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
-from ftkit.groups.store import RendezvousStore
+from ftkit.groups.store import RendezvousStore, split_address
 
 PROMPT_S = 1.0
 """At once, as far as a busy machine lets one measure it; no test may wait for a timeout of 20 s or more."""
@@ -25,6 +26,14 @@ _names = iter(range(10**6))
 def store() -> Iterator[RendezvousStore]:
     with RendezvousStore() as store:
         yield store
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Wait until a condition holds; fail when it does not within the time."""
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, "the condition never came true"
+        threading.Event().wait(0.005)
 
 
 def form(members: list[Any], store: str, name: str = "data") -> None:
@@ -220,6 +229,25 @@ def test_abort_ends_the_wait_for_a_peer_that_never_comes(peers: Peers, store: Re
     assert answer.error == "Aborted"
     form([peer], store.address)
     assert totals([peer]) == [1.0]
+
+
+def test_abort_ends_the_wait_for_a_peer_that_breaks_off_while_connecting(peers: Peers) -> None:
+    """gloo then waits for the peer to call, and there is no connection yet that could be cut."""
+    (peer,) = peers(1)
+    with RendezvousStore() as store:
+        threads = peer.ask("usage")["threads"]
+        configuring = peer.tell("configure", name="late", store=store.address, prefix="x", rank=0, size=2)
+        client = TCPStore(*split_address(store.address), is_master=False, wait_for_workers=False)
+        client.set("x/here/1", "1")
+        ours = client.get("x/gloo/0/0")
+        assert b"\x7f\x00\x00\x01" in ours
+        # A peer with a higher address is the one that calls: this one never will.
+        client.set("x/gloo/0/1", ours.replace(b"\x7f\x00\x00\x01", b"\x7f\x00\x00\x02"))
+        with pytest.raises(Exception):  # noqa: B017, PT011 - no answer yet: it waits, as it should
+            configuring(0.2)
+        assert peer.tell("abort", name="late")().took_s < PROMPT_S
+        assert configuring(PROMPT_S).error == "Aborted"
+        wait_until(lambda: peer.ask("usage")["threads"] <= threads)
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
