@@ -56,6 +56,12 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
     """Why the epoch that they left is over; empty when all its members left it at the same boundary."""
     leaving: bool = False
     shrink_only: bool = False
+    offered: int | None = None
+    """The newest epoch that the ranks had been offered when they asked; None when they do not say.
+
+    A wish that crosses an offer on its way to the keeper is void: the ranks will find the offer. Ranks that
+    have thrown an offer away count it here, and give a reason in `failed`.
+    """
 
 
 class Died(msgspec.Struct, frozen=True):

@@ -51,6 +51,9 @@ class Member:
         self._ready_since: float | None = None
         self._out_since: float | None = None
         self._over = 0
+        self._invited: set[str] = set()
+        self._fruitless = 0
+        self._patient_until = 0.0
         self._suspects: tuple[int, tuple[str, ...]] = (0, ())
         self._planned = False
         self._wake: float | None = None
@@ -105,6 +108,8 @@ class Member:
 
     def _on_want(self, want: ev.Want) -> None:
         left = self.running
+        if left is not None and want.offered is not None and want.offered < left.id:
+            return
         if left is not None and want.failed:
             self._leave_in_error(left.id, want.failed)
         self.running = None
@@ -233,8 +238,20 @@ class Member:
         self.want = self.ticket = None
         self._heard = max(self._heard, epoch.id)
         self._out_since = None
+        self._count_fruitless(epoch, now)
         records = {s.replica_id: self.seen.members[s.replica_id] for s in epoch.seats}
         out.append(ev.Offer(epoch=epoch, records=records))
+
+    def _count_fruitless(self, epoch: Epoch, now: float) -> None:
+        """Wish for a new epoch less and less often, if those for whom it was wished are not admitted.
+
+        The proposer may not have heard of them yet, or its settings may differ from ours.
+        """
+        admitted = not self._invited or any(epoch.seat(r) is not None for r in self._invited)
+        self._fruitless = 0 if admitted else self._fruitless + 1
+        delay = self.policy.gather_window * 2.0 ** min(self._fruitless, 30) if self._fruitless else 0.0
+        self._patient_until = now + min(delay, self.policy.join_timeout)
+        self._invited.clear()
 
     def _ask_again(self) -> None:
         self._renew_ticket()
@@ -272,8 +289,9 @@ class Member:
             out.append(ev.Suspects(running.id, missing))
         joining = outsiders(self.seen, running, self.policy)
         if joining:
-            ripe = min(joining.values()) + self.policy.gather_window
+            ripe = max(min(joining.values()) + self.policy.gather_window, self._patient_until)
             if now >= ripe:
+                self._invited |= joining.keys()
                 why = f"joining: {', '.join(sorted(joining)[:4])}"
                 self._tell(out, "reconfigure", ev.Reconfigure(running.id, why), now)
             else:
