@@ -45,8 +45,20 @@ class Checks:
         self.failures: list[tuple[float, str, str]] = []
         self.last_commit = 0.0
         self.longest_gap = 0.0
+        self.first_fault: tuple[int, dict[str, int]] | None = None
+        """At the first fault: how many epochs there were, and the step of each incarnation."""
+        self.clusters: dict[tuple[object, ...], int] = {}
+        """In which of etcd's lives an epoch was first written: a wiped etcd cannot keep I3 by itself."""
         self.forgiving = False
         """Whether a wiped etcd may have let an unrelated job count the same numbers (I8)."""
+
+    def mark_fault(self) -> None:
+        """A fault strikes: remember how things stood before the first."""
+        if self.first_fault is None:
+            steps = {t.incarnation: t.lineage.version.step for t in self.job.trainers()}
+            self.first_fault = (self.num_epochs, steps)
+            self.longest_gap, self.last_commit = 0.0, self.job.world.now
+            self.failures.clear()
 
     # -- etcd -------------------------------------------------------------------------------------
 
@@ -58,6 +70,7 @@ class Checks:
         seats = ", ".join(f"{s.replica_id}@{s.version}" for s in value.seats)
         self.job.world.say("etcd", "epoch %d: %s (by %s; %s)", value.id, seats, value.proposer, value.reason)
         self.given_up[value.id] = {t.incarnation for t in self.job.trainers() if t.goodbye or t.fenced()}
+        self.clusters.setdefault((value.id, value.seats), self.job.etcd.cluster)
         self._agree(value)
 
     def _agree(self, epoch: Epoch) -> None:
@@ -130,7 +143,8 @@ class Checks:
                 raise Violation("I1", f"{trainer.name} went from {before} to {trainer.lineage.version}")
             if lived.base is None:
                 lived.base = before
-                self._keep_lineage(lived)
+                if not self.forgiving:
+                    self._keep_lineage(lived)
             self._no_split_brain(trainer, lived)
             lived.commits[step] = now
             self.longest_gap = max(self.longest_gap, now - self.last_commit)
@@ -151,6 +165,8 @@ class Checks:
         for other in self.lived.values():
             if other.epoch.id <= lived.epoch.id or not other.commits:
                 continue
+            if self._cluster(other) != self._cluster(lived):
+                continue
             begun = min(other.commits.values())
             late = sum(when >= begun for when in lived.commits.values())
             theirs = {(s.replica_id, s.incarnation) for s in other.epoch.seats}
@@ -160,6 +176,9 @@ class Checks:
                     f"{trainer.name} commits {trainer.lineage.version} although "
                     f"epoch {other.epoch.id} has been committing since {begun:.3f}",
                 )
+
+    def _cluster(self, lived: Lived) -> int:
+        return self.clusters.get((lived.epoch.id, lived.epoch.seats), 1)
 
     def _keep_lineage(self, lived: Lived) -> None:
         """I1: an epoch goes on from where the last one stopped, but for the step in doubt.
@@ -177,7 +196,8 @@ class Checks:
             if (trainer.name, trainer.incarnation) not in before:
                 continue  # rule 4 asks the members of the last epoch only
             if version.step - lived.base.step > 1 and trainer.incarnation not in gone:
+                disjoint = not set(before) & {(s.replica_id, s.incarnation) for s in lived.epoch.seats}
                 raise Violation(
-                    "I1",
+                    "I3" if disjoint else "I1",
                     f"epoch {lived.epoch.id} starts from {lived.base}, {trainer.name} lives with {version}",
                 )

@@ -43,6 +43,7 @@ def strike(job: Job, fault: Fault) -> None:
     """Let a fault happen now."""
     replicas = [job.replicas[name] for name in sorted(job.replicas)]
     job.world.say("fault", "%s", fault)
+    job.checks.mark_fault()
     KINDS[fault.what](job, replicas[fault.who % len(replicas)], fault.seconds)
 
 
@@ -111,8 +112,18 @@ def _recover(job: Job, frozen_for: float) -> None:
 
 
 def _wipe(job: Job, replica: Replica, seconds: float) -> None:
-    job.world.say("etcd", "loses all its data")
-    job.etcd.wipe()
+    """Etcd goes down and comes back without its data."""
+    if job.etcd.up:
+        job.world.say("etcd", "is down")
+        job.etcd.stop()
+        job.world.after(min(seconds, 2.0), _come_back_empty, job)
+
+
+def _come_back_empty(job: Job) -> None:
+    if not job.etcd.up:
+        job.world.say("etcd", "is back without its data")
+        job.etcd.wipe()
+        job.etcd.start()
 
 
 def _slow_watch(job: Job, replica: Replica, seconds: float) -> None:
@@ -120,6 +131,22 @@ def _slow_watch(job: Job, replica: Replica, seconds: float) -> None:
         stream = job.world.rng.choice(replica.keeper.streams())
         stream.lag = 0.5
         job.world.after(seconds, setattr, stream, "lag", 0.004)
+
+
+def _slow_members(job: Job, replica: Replica, seconds: float) -> None:
+    """The watch of the member keys alone is slow: epochs name members that are not yet known."""
+    if replica.keeper is not None and replica.keeper.alive:
+        for stream in replica.keeper.streams():
+            if stream.sections == ("members",):
+                stream.lag = 1.0
+                job.world.after(seconds, setattr, stream, "lag", 0.004)
+
+
+def _slow_all(job: Job, replica: Replica, seconds: float) -> None:
+    if replica.keeper is not None and replica.keeper.alive:
+        for stream in replica.keeper.streams():
+            stream.lag = 0.5
+            job.world.after(seconds, setattr, stream, "lag", 0.004)
 
 
 def _break_watch(job: Job, replica: Replica, seconds: float) -> None:
@@ -170,6 +197,8 @@ KINDS: dict[str, Callable[[Job, Replica, float], None]] = {
     "etcd frozen": lambda job, replica, seconds: _outage(job, replica, seconds, frozen=True),
     "wipe": _wipe,
     "slow watch": _slow_watch,
+    "slow members": _slow_members,
+    "slow watches": _slow_all,
     "break watch": _break_watch,
     "lost writes": _for_a_while("weather", "lost", 0.4),
     "unanswered writes": _for_a_while("weather", "unanswered", 0.5),

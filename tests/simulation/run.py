@@ -23,6 +23,7 @@ PEACE_S = 60.0
 """I6: so long after the last fault everybody must be at work again."""
 STEPS_IN_PEACE = 3
 EPOCHS_PER_CAUSE = 6
+MOST_BETWEEN_COMMITS_S = 1.0
 
 POLICY = Policy(
     join_timeout=4.0,
@@ -44,6 +45,8 @@ class Schedule:
     max_replicas: int = 0
     window: float = 12.0
     faults: tuple[Fault, ...] = ()
+    expect: str = ""
+    """`outage` or `wipe`: that alone goes wrong, and more is expected than in general."""
 
 
 @dataclass
@@ -103,6 +106,8 @@ def run(
             watch(job)
     except Violation as violation:
         outcome.violation, outcome.invariant = str(violation), violation.invariant
+        if schedule.expect == "wipe":
+            outcome.invariant = "I8"
     except Exception as error:
         outcome.violation = f"error: {error!r}\n{traceback.format_exc()}"
         outcome.invariant = "error"
@@ -126,6 +131,35 @@ def _play(job: Job, schedule: Schedule) -> None:
     if not _all_is_well(job, begun):
         raise Violation("I6", f"{PEACE_S:g} s after the last fault: {_complain(job)}")
     _bound_epochs(job, schedule)
+    if schedule.expect == "outage":
+        _no_step_lost(job)
+    elif schedule.expect == "wipe":
+        _nothing_forgotten(job)
+
+
+def _no_step_lost(job: Job) -> None:
+    """I7: an outage shorter than `outage_grace` costs nothing; nor does the loss of all leases at once."""
+    checks = job.checks
+    assert checks.first_fault is not None, "there was a fault"
+    if checks.failures:
+        when, name, why = checks.failures[0]
+        raise Violation("I7", f"at {when:.3f} {name} lost its step: {why}")
+    if checks.num_epochs > checks.first_fault[0]:
+        raise Violation("I7", f"{checks.num_epochs - checks.first_fault[0]} new epochs after an outage")
+    if checks.longest_gap > MOST_BETWEEN_COMMITS_S:
+        raise Violation("I7", f"no commit for {checks.longest_gap:.2f} s")
+
+
+def _nothing_forgotten(job: Job) -> None:
+    """I8: who was at work when etcd lost its data goes on from there, newcomers or not."""
+    checks = job.checks
+    assert checks.first_fault is not None, "there was a fault"
+    num_epochs, steps = checks.first_fault
+    for trainer in job.trainers():
+        if trainer.lineage.version.step < steps.get(trainer.incarnation, 0):
+            raise Violation("I8", f"{trainer.name} went back to {trainer.lineage.version}")
+    if checks.num_epochs > num_epochs + 10:
+        raise Violation("I8", f"{checks.num_epochs - num_epochs} epochs written after a wipe")
 
 
 def _all_is_well(job: Job, since: float) -> bool:
@@ -166,5 +200,63 @@ def _bound_epochs(job: Job, schedule: Schedule) -> None:
 
 
 def draw_any(seed: int) -> Schedule:
-    """Draw a schedule of any kind; every eighth may lose etcd's data."""
+    """Draw a schedule of any kind: in every eighth etcd may lose its data, every eighth is special."""
+    if seed % 16 == 3:
+        return draw_outage(seed)
+    if seed % 16 == 11:
+        return draw_wipe(seed)
+    if seed % 16 == 5:
+        return draw_takeover(seed)
     return draw_schedule(seed, kinds=list(KINDS) if seed % 8 == 7 else None)
+
+
+def draw_outage(seed: int) -> Schedule:
+    """Draw a schedule in which only etcd is away, for a while that must cost nothing."""
+    rng = random.Random(f"outage {seed}")
+    most = POLICY.outage_grace - TTL_S - 0.1
+    faults = [
+        Fault(4.0 + 6.0 * i, rng.choice(("etcd down", "etcd frozen")), 0, rng.uniform(0.1, most))
+        for i in range(rng.randint(1, 2))
+    ]
+    num = rng.choice((1, 2, 3, 4, 5))
+    return Schedule(seed=seed, num_replicas=num, window=14.0, faults=tuple(faults), expect="outage")
+
+
+def draw_wipe(seed: int) -> Schedule:
+    """Draw a schedule in which etcd loses its data, and newcomers may be faster than the members."""
+    rng = random.Random(f"wipe {seed}")
+    away = rng.uniform(0.0, 1.5)
+    faults = [Fault(4.0, "wipe", 0, away)]
+    for _ in range(rng.randint(0, 2)):
+        faults.append(Fault(4.0 + away + rng.uniform(-0.5, 0.5), "join"))
+    num = rng.choice((1, 2, 3, 4))
+    slow = range(num) if rng.random() < 0.5 else [rng.randrange(5)]
+    faults += [Fault(3.9, "slow watches", i, 0.5 + away) for i in slow]
+    return Schedule(seed=seed, num_replicas=num, window=14.0, faults=tuple(sorted(faults)), expect="wipe")
+
+
+def draw_takeover(seed: int) -> Schedule:
+    """Draw a schedule in which all members of an epoch are away, perhaps for long enough to be replaced.
+
+    A newcomer waits for its chance; it may itself lose sight of etcd while they come back.
+    """
+    rng = random.Random(f"takeover {seed}")
+    at = rng.uniform(2.0, 3.0)
+    away = rng.choice((2.0, 4.0, 14.0)) * rng.uniform(0.8, 1.1)
+    num = rng.choice((1, 1, 2))
+    ways = ["cut", "isolate", "suspend machine", "lose machine"]
+    faults = [Fault(at + rng.uniform(0.0, 0.3), rng.choice(ways), i, away) for i in range(num)]
+    faults += [Fault(at + rng.uniform(0.3, 2.0), "join") for _ in range(rng.randint(1, 2))]
+    if rng.random() < 0.7:
+        ways = ["cut", "suspend machine"]
+        faults.append(Fault(at + rng.uniform(1.0, 2.5), rng.choice(ways), num, rng.uniform(5.0, 14.0)))
+    for _ in range(rng.randint(0, 2)):
+        kinds = ["slow watches", "slow members", "late writes", "kill keeper", "crash"]
+        faults.append(Fault(at + rng.uniform(0.0, 14.0), rng.choice(kinds), rng.randrange(4), 6.0))
+    return Schedule(
+        seed=seed,
+        num_replicas=num,
+        max_replicas=rng.choice((0, 0, num)),
+        window=22.0,
+        faults=tuple(sorted(faults)),
+    )

@@ -163,7 +163,8 @@ class Trainer:
         self.phase = "wanting"
         self.salvages = salvage
         version = self.lineage.version
-        self.want = ev.Want(version=version, failed=failed, shrink_only=salvage)
+        offered = 0 if self.entered is None else self.entered.id
+        self.want = ev.Want(version=version, failed=failed, shrink_only=salvage, offered=offered)
         self.world.say(self.name, "wants an epoch at %s%s", version, f" ({failed})" if failed else "")
         self.tell_keeper(self.want)
         if version == BROKEN:
