@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from simulation.faults import KINDS, Fault
 from simulation.replica import Job
 from simulation.run import (
