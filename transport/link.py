@@ -152,6 +152,9 @@ class Link:
                 raise Garbled("the head of its answer is too long")
             n = self._recv([memoryview(piece)], deadline, whole=False)
             data += piece[:n]
+            self._check()
+            if time.monotonic() >= deadline and b"\r\n\r\n" not in data:
+                raise wire.Stalled  # it trickles
         self._ahead = bytes(data[end + 4 :])
         try:
             first, headers = wire.parse_head(bytes(data[:end]))
@@ -172,6 +175,7 @@ class Link:
         view = memoryview(body)
         while view:
             view = view[self.read_into([view]) :]
+            self._check()
         return bytes(body)
 
     def read_into(self, views: Sequence[memoryview]) -> int:

@@ -62,7 +62,7 @@ class Server:
         try:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._listener.bind((bind, port))
-            self._listener.listen(min(limits.connections, 512))
+            self._listener.listen(512)
             self._listener.setblocking(False)
             self._wake, self._waker = socket.socketpair()
         except BaseException:

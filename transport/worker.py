@@ -47,7 +47,8 @@ class Worker:
         self._extent: Extent | None = None
         self._at = 0
         """Position in the extent: all before it has arrived."""
-        self._begun = 0.0
+        self._mark, self._marked_at = 0, 0.0
+        """An earlier position, and when it was reached."""
 
     def run(self) -> None:
         """Work until the fetch is over or the source is dead."""
@@ -220,7 +221,9 @@ class Worker:
         session, source = self.session, self.source
         manifest, ledger, plan = session.work
         avoid = extent.avoid
-        self._extent, self._at, self._begun = extent, extent.start, time.monotonic()
+        begun = time.monotonic()
+        self._extent, self._at = extent, extent.start
+        self._mark, self._marked_at = extent.start, begun
         try:
             headers = {
                 "Range": f"bytes={extent.start}-{extent.end - 1}",
@@ -237,7 +240,7 @@ class Worker:
             self._extent = None
             with session.changed:
                 ledger.give_back(self._at, extent.end, avoid)
-                source.busy_s += time.monotonic() - self._begun
+                source.busy_s += time.monotonic() - begun
                 if self._at < extent.end:
                     session.changed.notify_all()
 
@@ -271,10 +274,13 @@ class Worker:
 
     def _too_slow(self, extent: Extent) -> bool:
         """Say whether a source that has nothing to do would bring the rest of the extent much sooner."""
-        now = time.monotonic()
-        elapsed, left = now - self._begun, extent.end - self._at
+        now, left = time.monotonic(), extent.end - self._at
+        elapsed = now - self._marked_at
         if elapsed < self.session.settings.slow_s or not left:
             return False
+        # Of late, not since the beginning: what a source did before it began to crawl does not count.
+        mine = (self._at - self._mark) / elapsed
+        self._mark, self._marked_at = self._at, now
         with self.session.changed:
             idle = [
                 s
@@ -283,7 +289,6 @@ class Worker:
             ]
             if all(s.address in extent.avoid for s in idle):
                 return False  # there is none, or none that may be asked
-            mine = (self._at - extent.start) / elapsed
             theirs = max(s.rate for s in idle)
         if not mine or not theirs:
             return not mine or left / mine > 2.0

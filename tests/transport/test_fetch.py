@@ -340,12 +340,12 @@ def test_many_joiners_are_served_at_once(make_transport: Make) -> None:
         source.publish("v", state)
     intos = [{"w": torch.zeros_like(state["w"])} for _ in range(5)]
     joiner = make_transport()
-    threads = [
-        threading.Thread(
-            target=joiner.fetch, args=([s.address for s in sources], "v", into), kwargs={"deadline_s": 30}
-        )
-        for into in intos
-    ]
+    addresses = [source.address for source in sources]
+
+    def fetch(into: dict[str, torch.Tensor]) -> None:
+        joiner.fetch(addresses, "v", into, deadline_s=30)
+
+    threads = [threading.Thread(target=fetch, args=(into,)) for into in intos]
     for thread in threads:
         thread.start()
     for thread in threads:
