@@ -260,6 +260,13 @@ class Manager:
             else tuple(s.replica_id for s in self._membership.epoch.seats)
         )
 
+    def step_members(self) -> tuple[str, ...]:
+        """Return the replica groups that began the running step, in the order of their ranks.
+
+        Equal on all of them; `members()` may have become a subset when a step is salvaged.
+        """
+        return self._step.begun_by
+
     def num_participants(self) -> int:
         """Return how many replica groups contribute to the running step."""
         return 0 if self._membership.plan is None else self._membership.plan.num_replicas
