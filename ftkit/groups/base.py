@@ -77,13 +77,15 @@ class ProcessGroup(ABC):
         """Form the group of `size` ranks that meet at `store` (host:port) under `prefix`.
 
         Raises GroupError, which says who failed, within `timeout_s`; Aborted at once when `abort()` is
-        called meanwhile. A group that is configured already is aborted first.
+        called meanwhile. A group that is configured already ends: at once when an operation is pending or has
+        failed, else once the new one has formed. So a peer that has not quite finished the last collective
+        of the old group, because the members agreed in it to change, still gets its result.
         """
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} does not fit a group of {size}")
         split_address(store)
         with self._configuring:
-            self._end_session("the process group is being configured anew")
+            self._end_session("the process group is being configured anew", gently=True)
             leftovers, self._leftovers = self._leftovers, []
             attempt = Attempt(self._build, store, prefix, rank, size, timeout_s, leftovers)
             with self._lock:
@@ -141,16 +143,19 @@ class ProcessGroup(ABC):
             attempt.give_up(reason)
         self._end_session(reason)
 
-    def _end_session(self, reason: str) -> None:
+    def _end_session(self, reason: str, *, gently: bool = False) -> None:
         with self._lock:
             session = self._session
+            if session is not None and gently:
+                session.prune()
+                gently = session.error is None and session.aborted is None and not session.pending
             if session is not None:
                 session.aborted = session.aborted or reason
                 self._absent = _Absent(Aborted, reason)
         if session is None:
             return
         # Two threads may abort at once: both wait for the end, one puts the session away.
-        if not session.drain(_DRAIN_S):
+        if not gently and not session.drain(_DRAIN_S):
             log.error("operations of %s were still pending %.0f s after its abort", self, _DRAIN_S)
         with self._lock:
             if self._session is session:

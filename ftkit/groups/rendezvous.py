@@ -149,7 +149,10 @@ class Attempt:
                 self._tidy()
             # The destructors of a torch group take some 10 ms; nobody waits for them here.
             while self._leftovers:
-                self._leftovers.pop().free()
+                session = self._leftovers.pop()
+                session.drain(1.0)
+                session.free()
+                del session
         finally:
             # These closures refer to this attempt and to the device: a cycle would keep both alive.
             self.cut_parts, self.part_fds = _nothing, list

@@ -73,6 +73,17 @@ class Member:
     def send(self, name: str, dst: int, value: float, numel: int = 4) -> None:
         self.group(name).send(torch.full((numel,), float(value)), dst).wait()
 
+    def part(self, name: str, rank: int) -> None:
+        """Let two members know that both have finished; else the first to abort fails the other."""
+        group, tensor = self.group(name), torch.zeros(1)
+        (group.recv(tensor, 1) if rank == 0 else group.send(tensor, 0)).wait()
+
+    def changes(self, name: str, num: int, **where: Any) -> None:
+        """Form groups anew without an abort, as members do that have agreed to change."""
+        for epoch in range(num):
+            self.configure(name, prefix=f"changes/{epoch}", **where)
+            assert self.sum(name) == where["size"]
+
     def scribbled_on_after_abort(self, name: str) -> bool:
         """Abort, look at the tensor, and say whether it changed afterwards."""
         self.group(name).abort()
@@ -91,7 +102,7 @@ class Member:
         for epoch in range(first, first + num):
             self.configure("many", store=store, prefix=f"many/{epoch}", rank=rank, size=size)
             assert self.sum("many", 2) == 2 * size
-            # What the first to abort has sent still arrives before the end of its connection.
+            self.part("many", rank)
             self.abort("many")
 
     def latencies_us(self, name: str, num: int) -> list[float]:
@@ -127,7 +138,7 @@ class Member:
             for epoch in range(20):
                 self.configure(name, prefix=f"churn/{epoch}", **where)
                 self.sum(name)
-                self.group(name).barrier().wait()
+                self.part(name, where["rank"])
                 self.abort(name)
         finally:
             over.set()

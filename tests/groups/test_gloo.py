@@ -169,6 +169,20 @@ def test_abort_ends_a_half_received_message(peers: Peers, store: RendezvousStore
         members[1].kill()
 
 
+def test_a_planned_change_fails_nobodys_last_collective(peers: Peers, store: RendezvousStore) -> None:
+    """All read in one vote that they will change; the fastest must not cut off those still reading it."""
+    members = peers(3)
+    answers = [
+        peer.tell("changes", name="data", num=15, store=store.address, rank=rank, size=3)
+        for rank, peer in enumerate(members)
+    ]
+    for answer in answers:
+        said = answer()
+        assert said.error == "", said.message
+    for peer in members:
+        peer.ask("abort", name="data")
+
+
 def test_foreign_sockets_are_left_alone(peers: Peers, store: RendezvousStore) -> None:
     """The process has other connections, opened and closed by other threads in the same moments."""
     members = peers(2)
