@@ -43,7 +43,7 @@ ENTRIES = (
     Entry("launch", "ftkit.cli.launch", "run replica groups as local processes, restart those that fail"),
     Entry("status", "ftkit.cli.status", "show who is in, the epoch and step, and why there is no quorum"),
     Entry("watch", "ftkit.cli.watch", "follow epochs, arrivals, departures and aborts as they happen"),
-    Entry("dashboard", "ftkit.cli.dashboard", "a live view of the job in the terminal"),
+    Entry("dashboard", "ftkit.cli.dashboard", "a live view of the job in the browser or the terminal"),
     Entry("drain", "ftkit.cli.drain", "ask a replica group to leave at its next step boundary"),
     Entry("evict", "ftkit.cli.evict", "throw a replica group out at once"),
     Entry("doctor", "ftkit.cli.doctor", "check etcd, the settings and this machine"),

@@ -5,12 +5,13 @@ Pure: keys in, a report out. The reason is the one that the job's proposers give
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
 
 from ftkit.core.model import Epoch, Policy, Record, Seat, Version
-from ftkit.core.plan import plan
+from ftkit.core.plan import Plan, plan
 from ftkit.core.quorum import Propose, View, decide, is_live, standing_ticket
 from ftkit.dashboard.job import Job
 
@@ -144,17 +145,25 @@ def _why_over(job: Job, epoch: Epoch | None, view: View) -> str:
 def _members(job: Job, view: View) -> list[Member]:
     """Describe the members of the epoch in rank order, then the other live ones."""
     seats = () if job.epoch is None else job.epoch.seats
-    inside = [_member(job, view, s.replica_id, rank, s) for rank, s in enumerate(seats)]
+    # Who heals from whom is the same for all: planning it for each would cost the square of their number.
+    part = plan(job.epoch, seats[0].replica_id) if job.epoch is not None and seats else None
+    healing = frozenset(part.healing) if part is not None else frozenset()
+    inside = [
+        _member(job, view, s.replica_id, rank, s, part if s.replica_id in healing else None)
+        for rank, s in enumerate(seats)
+    ]
     known = {s.replica_id for s in seats if is_live(view, s)}
-    return inside + [_member(job, view, r, None, None) for r in sorted(set(job.members) - known)]
+    return inside + [_member(job, view, r, None, None, None) for r in sorted(set(job.members) - known)]
 
 
-def _member(job: Job, view: View, replica_id: str, rank: int | None, seat: Seat | None) -> Member:
+def _member(
+    job: Job, view: View, replica_id: str, rank: int | None, seat: Seat | None, heals: Plan | None
+) -> Member:
     record = job.members.get(replica_id)
     live = record is not None and (seat is None or is_live(view, seat))
     stats = _stats(job, record) if live and record is not None else {}
     healed = number(stats, "bytes_healed")
-    sources = _sources(job, replica_id, stats) if live and seat is not None else ()
+    sources = _sources(heals, stats) if live and heals is not None else ()
     return Member(
         replica_id=replica_id,
         rank=rank,
@@ -203,12 +212,8 @@ def _phase(job: Job, stats: Mapping[str, object]) -> str:
     return phase.lower() if isinstance(phase, str) and not stale else ""
 
 
-def _sources(job: Job, replica_id: str, stats: Mapping[str, object]) -> tuple[str, ...]:
-    """Return whom a member of the epoch heals from, or () when it has the state already."""
-    assert job.epoch is not None
-    part = plan(job.epoch, replica_id)
-    if not part.heals:
-        return ()
+def _sources(part: Plan, stats: Mapping[str, object]) -> tuple[str, ...]:
+    """Return whom a member that began the epoch without the state heals from, or () when it has it by now."""
     if str(stats.get("phase", "")).lower() == "healing":
         return part.sources
     epoch, step = number(stats, "epoch"), number(stats, "step")
@@ -241,4 +246,9 @@ def _note(job: Job, view: View, replica_id: str, seat: Seat | None, live: bool) 
 def number(stats: Mapping[str, object], name: str) -> float | None:
     """Return a number out of published stats, which may come from another release of ftkit."""
     value = stats.get(name)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits is valid JSON
+        return None
