@@ -40,7 +40,12 @@ class Arms:
         self._closed = threading.Event()
         self._config: JobConfig | None = None
         self._began = time.monotonic()
-        self._progress = ProgressReader(post.progress_file, settings.group_world_size)
+        self._progress: ProgressReader | None = None
+        try:
+            self._progress = ProgressReader(post.progress_file, settings.group_world_size)
+        except KeeperError as error:
+            log.warning("going without stats and without progress_timeout: %s", error)
+        self.progress_file = "" if self._progress is None else post.progress_file
 
         def trouble(error: Exception) -> None:
             put(Trouble(error))
@@ -108,12 +113,13 @@ class Arms:
         self.sight.close()
         self.lease.close(revoke=revoke)
         self.etcd.close()
-        self._progress.close(delete=revoke)
+        if self._progress is not None:
+            self._progress.close(delete=revoke)
 
     def read_progress(self, rank: int) -> Progress | None:
         """Return what a rank has noted; None when that cannot be read."""
         try:
-            return self._progress.read(rank)
+            return None if self._progress is None else self._progress.read(rank)
         except ValueError:  # closed, or no phase that we know
             return None
 

@@ -29,11 +29,11 @@ from ftkit.errors import FtkitError, KeeperError
 from ftkit.keeper import messages as msg
 from ftkit.keeper.post import Answer, Post
 from ftkit.keeper.progress import progress_path
-from ftkit.keeper.wire import Connection, WireError, connect
+from ftkit.keeper.wire import MAX_FRAME, Connection, WireError, connect
 
 log = logging.getLogger(__name__)
 
-_START_S = 30.0
+_START_S = 60.0
 _SILENCE_S = 5.0
 """A keeper that says nothing for so long (it speaks twice a second) has stopped and is replaced."""
 _SLICE_S = 0.5
@@ -208,6 +208,9 @@ class KeeperClient:
         if self._rank == 0:
             self._end_process()
             self._spawn(self._address.secret, self._address.port, takeover=True)
+            if self._closed.is_set():
+                self._end_process()  # nobody will ever speak to it
+                return
         self._greet(self._dial(deadline))
 
     def _dial(self, deadline: float) -> Connection:
@@ -224,7 +227,10 @@ class KeeperClient:
 
     def _greet(self, connection: Connection) -> None:
         _open_connections.add(connection)
-        connection.send(self._hello())
+        hello = self._hello()
+        if sum(map(len, hello.layout)) > MAX_FRAME // 2:
+            hello = msgspec.structs.replace(hello, layout=())  # the fingerprint tells still, if not where
+        connection.send(hello)
         with self._lock:
             self._connection = connection
             unanswered: list[msg.ToKeeper] = [m for m in (self._want, self._goodbye) if m is not None]

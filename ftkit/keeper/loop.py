@@ -50,7 +50,6 @@ class Keeper:
         self._arms = Arms(post, etcd, self._inbox.put)
         self._machine = Member(settings.replica_id, post.incarnation, settings.policy())
         self._group = Group(settings.group_world_size, settings.replica_id, post.incarnation)
-        self._progress_file = post.progress_file
         self._sessions: dict[int, Session] = {}
         self._lost: dict[int, tuple[float, str]] = {}
         """Ranks whose connection is closed: until when their exit status is waited for, and why."""
@@ -238,7 +237,7 @@ class Keeper:
             session.tell(
                 msg.Welcome(
                     job_token=self._admitted.token,
-                    progress_file=self._progress_file if local else "",
+                    progress_file=self._arms.progress_file if local else "",
                     etcd_version=self._etcd_version,
                 )
             )

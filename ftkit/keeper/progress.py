@@ -123,8 +123,15 @@ class ProgressReader(_Slots):
 
     def __init__(self, path: str, num_ranks: int) -> None:
         self._path = path
-        with contextlib.suppress(FileExistsError), open(path, "xb", opener=_private) as file:
-            file.truncate(-(-num_ranks * _SLOT // mmap.PAGESIZE) * mmap.PAGESIZE)
+        size = -(-num_ranks * _SLOT // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            with contextlib.suppress(FileExistsError), open(path, "xb", opener=_private) as file:
+                # Reserved for good: a rank that wrote into a full /dev/shm would be ended by SIGBUS.
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise KeeperError(f"the progress file {path} cannot be made: {error.strerror}") from None
         super().__init__(path)
         _remove_stale(Path(path))
 

@@ -89,6 +89,7 @@ class Writer:
         """The lease, the revision and the content of our member key as we last wrote it."""
         self._abort_revision = 0
         self._proof_lease = 0
+        self._used_lease = 0
         self._thread = threading.Thread(target=self._run, name="keeper writer", daemon=True)
 
     def start(self) -> None:
@@ -130,7 +131,7 @@ class Writer:
             try:
                 self._grant(wish)
             except LeaseLost:
-                self._lease.suspect(self._lease.id)
+                self._lease.suspect(self._used_lease)
             except (NameInUse, JobMismatch) as error:
                 self._on_refused(error)
             except EtcdError as error:
@@ -159,7 +160,7 @@ class Writer:
     # -- our own keys ------------------------------------------------------------------------------
 
     def _hold(self, wish: ev.Hold) -> None:
-        lease = self._lease.id
+        lease = self._used_lease = self._lease.id
         if not lease:
             return  # the wish comes back with the next lease
         member, ticket_key = self._keys.member_of(self._replica_id), self._keys.ticket_of(self._replica_id)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -176,3 +179,74 @@ def test_the_servers_of_a_cluster_may_die_one_after_another(job: str, tmp_path: 
             undisturbed(a, b)
         b.kill()
         assert "SIGKILL" in a.wait("AbortEpoch", epoch=1)["value"]["why"]
+
+
+class Cable:
+    """A TCP proxy in front of etcd that can be unplugged without anyone being told."""
+
+    def __init__(self, port: int) -> None:
+        self.to = port
+        self.plugged = threading.Event()
+        self.plugged.set()
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.server.getsockname()[1]}"
+        self.sockets: list[socket.socket] = []
+        self.closed = False
+        self.thread = threading.Thread(target=self.accept, daemon=True)
+        self.thread.start()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self.server.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self.to))
+                self.sockets += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self.pump, args=(one, other), daemon=True).start()
+
+    def pump(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                self.plugged.wait()
+                other.sendall(data)
+        for sock in (one, other):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.plugged.set()
+        self.server.shutdown(socket.SHUT_RDWR)
+        self.server.close()
+        self.thread.join()
+        for sock in self.sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+
+def test_a_member_that_is_cut_off_knows_it_and_comes_back(own_world: World, own_etcd: EtcdServer):
+    """It is told how long it has heard nothing (I3); once back, it learns that the others went on (I4)."""
+    with closing(Cable(own_etcd.client_port)) as cable:
+        a = own_world.start("a")
+        b = own_world.start("b", etcd=cable.url)
+        for r in (a, b):
+            r.wait("Welcome")
+        for r in (a, b):
+            r.do("want", [0, 0], "")
+        assert [len(r.epoch()["seats"]) for r in (a, b)] == [2, 2]
+        cable.plugged.clear()
+        a.wait("SuspectMembers", epoch=1, names=["b"])
+        wait_until(lambda: b.wait("Contact")["value"]["age_s"] > 2.5)
+        a.do("want", [1, 5], "the collective makes no progress")
+        assert [s[0] for s in a.epoch()["seats"]] == ["a"]
+        assert not [r for r in b.seen if r["kind"] == "AbortEpoch"]
+        cable.plugged.set()
+        why = b.wait("AbortEpoch", epoch=1)["value"]["why"]
+        assert why
+        b.do("want", [1, 5], "aborted")
+        assert "b" in a.wait("WishReconfigure")["value"]["why"]
+        a.do("want", [2, 9], "")
+        epoch = b.epoch()
+        assert [(s[0], s[2]) for s in epoch["seats"]] == [("a", [2, 9]), ("b", [1, 5])]
+        b.do("goodbye", False)
+        b.wait("Gone")
