@@ -53,11 +53,13 @@ class GroupWork(Work):
         """Wait until the collective has ended; raise GroupError or Aborted when it has failed."""
         until = None if timeout is None else monotonic() + timeout.total_seconds()
         while True:
+            # What ended just after its slice of time is asked again: only its last word counts.
+            ended = self._inner.is_completed()
             try:
                 self._inner.wait(_SLICE)
                 return True
             except RuntimeError as error:
-                if self._inner.is_completed() or self._owner.released:
+                if ended or self._owner.released:
                     raise self._owner.failed(str(error)) from error
             if until is not None and monotonic() > until:
                 raise GroupError("the collective did not end within the time that wait() was given")
