@@ -19,7 +19,9 @@ import pytest
 import yaml
 
 from ftkit import config
+from ftkit.cli import main as cli
 from ftkit.config import FIELDS, Settings
+from ftkit.dashboard.guard import parse_listen
 from ftkit.keeper.embedded import find_etcd, free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +42,7 @@ SERVICE_KEYS = {
         "init",
         "profiles",
     ),
-    *("restart", "shm_size", "stop_grace_period", "volumes"),
+    *("ports", "restart", "shm_size", "stop_grace_period", "volumes"),
 }
 """The keys of the compose specification that we use; another one is probably a slip of the pen."""
 
@@ -100,7 +102,7 @@ def test_etcd_is_of_a_release_without_known_loss_of_data():
     assert re.fullmatch(r"quay\.io/coreos/etcd:v3\.6\.\d+", images.pop())
 
 
-@pytest.mark.parametrize("name", [*TRAINERS, "ftkit"])
+@pytest.mark.parametrize("name", [*TRAINERS, "dashboard", "ftkit"])
 def test_the_variables_are_settings_and_fit_together(name, monkeypatch):
     variables = environment(name)
     known = {variable for field in FIELDS for variable in field.variables}
@@ -126,6 +128,16 @@ def test_only_up_to_date_commands_are_offered():
     tool = SERVICES["ftkit"]
     assert tool["profiles"] == ["tools"]
     assert "profiles" not in SERVICES["trainer-0"]
+
+
+def test_the_dashboard_is_shown_to_this_machine_alone():
+    """It asks for no password."""
+    service = SERVICES["dashboard"]
+    assert (service["entrypoint"], service["command"][0]) == (["ftkit"], "dashboard")
+    parser, _ = cli.build_parser("dashboard")
+    port = parse_listen(parser.parse_args(service["command"]).listen)[1]
+    assert service["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert not any(s.get("ports") for name, s in SERVICES.items() if name != "dashboard")
 
 
 def test_the_image_is_built_from_files_that_exist_and_are_sent():

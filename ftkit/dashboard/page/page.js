@@ -54,6 +54,8 @@ const slug = (text) => text.replace(/[^a-z]+/g, "-");
 
 // -- pictures -----------------------------------------------------------------------------------
 
+const room = (id, least) => Math.max(least, $(id).clientWidth);
+
 function sparkline(values, width, height) {
   const top = Math.max(...values, 1e-9);
   const x = (i) => (values.length < 2 ? width : (i * width) / (values.length - 1));
@@ -63,7 +65,7 @@ function sparkline(values, width, height) {
 }
 
 function rateChart(rates) {
-  const width = 420, height = 84, left = 38, bottom = 14;
+  const width = room("rate", 240), height = 84, left = 38, bottom = 14;
   if (rates.length < 2) return h("p", {className: "muted"}, "The members publish their step rate every few seconds.");
   const from = rates[0][0], to = Math.max(rates[rates.length - 1][0], from + 1);
   const top = Math.max(...rates.map((r) => r[1])) * 1.1 || 1;
@@ -76,7 +78,7 @@ function rateChart(rates) {
     node.textContent = text;
     return node;
   };
-  const svg = s("svg", {viewBox: `0 0 ${width} ${height}`, role: "img"},
+  const svg = s("svg", {width, height, role: "img"},
     s("line", {x1: left, x2: width, y1: base, y2: base, class: "axis"}),
     s("polygon", {points: `${left},${base} ${line} ${x(to)},${base}`, class: "area"}),
     s("polyline", {points: line, class: "curve"}),
@@ -91,9 +93,9 @@ function lanes(spans, moments) {
   if (!timed.length) return h("p", {className: "muted"}, "No epoch yet.");
   const names = [...new Set(timed.flatMap((e) => e.members))].sort().slice(0, 30);
   const end = Math.max(now(), timed[timed.length - 1].time + 1), from = timed[0].time;
-  const width = 1000, row = 20, left = 130, foot = 18, height = names.length * row + foot;
+  const width = room("lanes", 480), row = 20, left = 130, foot = 18, height = names.length * row + foot;
   const x = (t) => left + ((t - from) / (end - from)) * (width - left - 4);
-  const svg = s("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "who was in which epoch"});
+  const svg = s("svg", {width, height, role: "img", "aria-label": "who was in which epoch"});
   const write = (px, py, text, anchor) => {
     const node = s("text", {x: px, y: py, "text-anchor": anchor});
     node.textContent = text;
@@ -216,7 +218,7 @@ function show() {
   banner("reason", board.reason);
   $("counts").textContent = Object.entries(board.counts).map(([state, n]) => `${n} ${state}`).join(" · ");
   $("figures").replaceChildren(...figures());
-  put("rate", board.rates, () => rateChart(board.rates));
+  put("rate", [board.rates, $("rate").clientWidth], () => rateChart(board.rates));
   put("members", [board.rows, board.num_hidden], members);
   $("lanes").replaceChildren(lanes(board.spans, board.moments));
   put("moments", board.moments, moments);
