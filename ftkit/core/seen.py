@@ -36,6 +36,7 @@ class Seen:
     """Of each member that was ever seen, the last incarnation."""
     _past: set[tuple[str, str]] = field(default_factory=set)
     """Incarnations that another one has followed."""
+    _behind: frozenset[str] = frozenset()
 
     def absorb(self, event: ev.Listed | ev.Changed, now: float) -> None:
         """Take a listing or a change over."""
@@ -87,6 +88,7 @@ class Seen:
 
     def _date(self, now: float) -> None:
         """Note since when each ticket stands and each seat of the epoch is empty."""
+        self._behind = self._find_behind()
         view = self.view()
         standing = {r for r in self.tickets if standing_ticket(view, r) is not None}
         self.tickets_seen = {r: self.tickets_seen.get(r, now) for r in standing}
@@ -109,10 +111,10 @@ class Seen:
             epoch=self.epoch,
             tickets_seen=self.tickets_seen,
             gone_since=self.gone_since,
-            behind=self._behind(),
+            behind=self._behind,
         )
 
-    def _behind(self) -> frozenset[str]:
+    def _find_behind(self) -> frozenset[str]:
         """Name the seats whose member key shows another incarnation that may be older than the epoch.
 
         The watches lag independently: the epoch may name an incarnation of which we have yet to hear.
