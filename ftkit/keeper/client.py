@@ -25,6 +25,7 @@ import msgspec
 
 from ftkit import errors
 from ftkit.config import Settings
+from ftkit.core.model import Epoch
 from ftkit.errors import FtkitError, KeeperError
 from ftkit.keeper import messages as msg
 from ftkit.keeper.post import Answer, Post
@@ -94,6 +95,7 @@ class KeeperClient:
         self._want: msg.WantEpoch | None = None
         """The wish that no offer has answered yet."""
         self._goodbye: msg.GoodbyeKeeper | None = None
+        self._offered: Epoch | None = None
         self._closed = threading.Event()
         self._final = False
         """Whether the keeper has said that the group is over, so that its end is none of our business."""
@@ -195,6 +197,7 @@ class KeeperClient:
             if isinstance(message, msg.EpochOffer):
                 with self._lock:
                     self._want = None
+                    self._offered = message.epoch
             elif isinstance(message, msg.Refused | msg.Gone):
                 self._final = True
             self._on_message(message)
@@ -228,6 +231,9 @@ class KeeperClient:
     def _greet(self, connection: Connection) -> None:
         _open_connections.add(connection)
         hello = self._hello()
+        if self._offered is not None:
+            # Also an epoch that was just left, or not entered yet: the machine must know that it was offered.
+            hello = msgspec.structs.replace(hello, running=self._offered)
         if sum(map(len, hello.layout)) > MAX_FRAME // 2:
             hello = msgspec.structs.replace(hello, layout=())  # the fingerprint tells still, if not where
         connection.send(hello)

@@ -22,6 +22,7 @@ class Group:
         self.wants: dict[int, msg.WantEpoch] = {}
         self.goodbyes: dict[int, msg.GoodbyeKeeper] = {}
         self._handed_on: ev.Want | None = None
+        self._offered = 0
 
     def joined(self, hello: msg.Hello) -> str | None:
         """Take a rank in; return why not, if it cannot be."""
@@ -60,6 +61,13 @@ class Group:
             user_data=first.user_data,
         )
 
+    def wants_epoch(self, rank: int, want: msg.WantEpoch) -> None:
+        """Note a rank's wish, unless it crosses an offer that the rank is about to find."""
+        running = self.running()
+        newest = max(self._offered, 0 if running is None else running.id)
+        if want.offered is None or want.offered >= newest:
+            self.wants[rank] = want
+
     def take_want(self) -> ev.Want | None:
         """Return what the group wants, when all its ranks have asked and it is news."""
         if len(self.wants) < self.size or not self.complete:
@@ -70,14 +78,16 @@ class Group:
             failed=next((w.failed for w in wants if w.failed), ""),
             leaving=any(w.leaving for w in wants),
             shrink_only=any(w.shrink_only for w in wants),
+            offered=min((w.offered for w in wants if w.offered is not None), default=None),
         )
         if merged == self._handed_on:
             return None
         self._handed_on = merged
         return merged
 
-    def offered(self) -> None:
+    def offered(self, epoch: int) -> None:
         """An epoch was handed to all ranks: their wishes are fulfilled."""
+        self._offered = epoch
         self.wants.clear()
         self._handed_on = None
 

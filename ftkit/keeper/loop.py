@@ -156,7 +156,7 @@ class Keeper:
         if isinstance(effect, ev.AbortWork):
             self._tell_all(msg.AbortEpoch(epoch=effect.epoch, why=effect.why))
         elif isinstance(effect, ev.Offer):
-            self._group.offered()
+            self._group.offered(effect.epoch.id)
             self._tell_all(msg.EpochOffer(epoch=effect.epoch, records=dict(effect.records)))
         elif isinstance(effect, ev.Reconfigure):
             self._tell_all(msg.WishReconfigure(epoch=effect.epoch, why=effect.why))
@@ -185,7 +185,7 @@ class Keeper:
         elif isinstance(item, Lost):
             self._lose(session, item.why)
         elif isinstance(item.message, msg.WantEpoch):
-            self._group.wants[session.rank] = item.message
+            self._group.wants_epoch(session.rank, item.message)
             self._hand_on_want()
         else:
             self._group.goodbyes[session.rank] = item.message

@@ -42,6 +42,11 @@ class WantEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="want"):
     failed: str = ""
     leaving: bool = False
     shrink_only: bool = False
+    offered: int | None = None
+    """The newest epoch that this rank has been offered and has taken or thrown away; None: it does not say.
+
+    A wish that crosses an offer on its way is void: the rank will find the offer.
+    """
 
 
 class GoodbyeKeeper(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):

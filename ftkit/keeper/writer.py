@@ -50,6 +50,14 @@ _SLOTS: dict[type, str] = {
 }
 
 
+class _Own(NamedTuple):
+    """Our member key as it stands in etcd."""
+
+    lease: int
+    revision: int
+    record: Record
+
+
 class Writer:
     """The thread that writes. `post` gets the machine's answers, `on_trouble` what went wrong.
 
@@ -85,8 +93,8 @@ class Writer:
         self._closed = False
         self.config_revision: int | None = None
         """Set until the member key was first written: it may only be under the config that was checked."""
-        self._own: tuple[int, int, Record] | None = None
-        """The lease, the revision and the content of our member key as we last wrote it."""
+        self._own: _Own | None = None
+        self._ticket_revision = 0
         self._abort_revision = 0
         self._proof_lease = 0
         self._used_lease = 0
@@ -153,50 +161,60 @@ class Writer:
         elif isinstance(wish, ev.PutEpoch):
             self._put_epoch(wish)
         elif isinstance(wish, ev.AckControl):
-            self._etcd.delete(self._keys.control_of(wish.what, self._replica_id))
+            self._acknowledge(self._keys.control_of(wish.what, self._replica_id))
         else:
             restore_config(self._etcd, self._keys, wish.config)
 
     # -- our own keys ------------------------------------------------------------------------------
 
     def _hold(self, wish: ev.Hold) -> None:
+        """Write our keys under the present lease, guarded by the revisions of both.
+
+        So a late copy of an older wish, which a frozen server may still carry out, undoes nothing.
+        """
         lease = self._used_lease = self._lease.id
         if not lease:
             return  # the wish comes back with the next lease
-        member, ticket_key = self._keys.member_of(self._replica_id), self._keys.ticket_of(self._replica_id)
-        ticket: Op = Delete(ticket_key)
-        if wish.ticket is not None:
-            ticket = Put(ticket_key, encode(wish.ticket), lease)
-        expected = 0 if self._own is None else self._own[1]
-        held = self._own is not None and (self._own[0], self._own[2]) == (lease, wish.record)
-        # The usual case: the member key is left alone, since all members watch it.
-        if held and self._etcd.txn([Compare(member, "mod", "=", expected)], [ticket]).succeeded:
-            self._post(ev.Held(wish.ticket))
-            return
+        member, ticket = self._keys.member_of(self._replica_id), self._keys.ticket_of(self._replica_id)
         for _ in range(_TRIES):
-            compare = [Compare(member, "mod", "=", expected)]
+            own = self._own
+            compare = [
+                Compare(member, "mod", "=", 0 if own is None else own.revision),
+                Compare(ticket, "mod", "=", self._ticket_revision),
+            ]
             if self.config_revision is not None:
                 compare.append(Compare(self._keys.config, "mod", "=", self.config_revision))
-            answer = self._etcd.txn(
-                compare,
-                [Put(member, encode(wish.record), lease), ticket],
-                [Get(member), Get(self._keys.config)],
-            )
+            then: list[Op] = [Delete(ticket)]
+            if wish.ticket is not None:
+                then = [Put(ticket, encode(wish.ticket), lease)]
+            # The member key is written once if possible, since all members watch it.
+            stays = own is not None and (own.lease, own.record) == (lease, wish.record)
+            if not stays:
+                then.append(Put(member, encode(wish.record), lease))
+            answer = self._etcd.txn(compare, then, [Get(member), Get(ticket), Get(self._keys.config)])
             if answer.succeeded:
                 self.config_revision = None
-                self._own = (lease, answer.revision, wish.record)
+                self._ticket_revision = 0 if wish.ticket is None else answer.revision
+                if not stays:
+                    self._own = _Own(lease, answer.revision, wish.record)
                 self._post(ev.Held(wish.ticket))
                 return
-            self._own = None
-            found, config = answer.responses[0].kvs, answer.responses[1].kvs
-            if self.config_revision is not None and [kv.mod_revision for kv in config] != [
-                self.config_revision
-            ]:
-                self.config_revision = self._readmit().mod_revision
-            expected = found[0].mod_revision if found and self._is_ours(found[0]) else 0
-            if found and not expected:
-                self._wait_for_name(found[0])
+            self._learn(*(response.kvs for response in answer.responses))
         raise EtcdUnavailable(f"the key {member} changed {_TRIES} times while it was being written")
+
+    def _learn(self, members: tuple[KV, ...], tickets: tuple[KV, ...], configs: tuple[KV, ...]) -> None:
+        """Take over what stands in etcd instead of what was expected there."""
+        self._own = None
+        self._ticket_revision = tickets[0].mod_revision if tickets else 0
+        changed = [kv.mod_revision for kv in configs] != [self.config_revision]
+        if self.config_revision is not None and changed:
+            self.config_revision = self._readmit().mod_revision
+        for kv in members:
+            record = decode("members", kv.key, kv.value)
+            if isinstance(record, Record) and record.incarnation == self._incarnation:
+                self._own = _Own(kv.lease, kv.mod_revision, record)
+            else:
+                self._wait_for_name(kv)
 
     def _is_ours(self, kv: KV) -> bool:
         record = decode("members", kv.key, kv.value)
@@ -225,7 +243,7 @@ class Writer:
     def _own_revision(self) -> int:
         """Return the revision of our member key, 0 when there is none of ours."""
         if self._own is not None:
-            return self._own[1]
+            return self._own.revision
         kv = self._etcd.get(self._keys.member_of(self._replica_id))
         return kv.mod_revision if kv is not None and self._is_ours(kv) else 0
 
@@ -233,7 +251,7 @@ class Writer:
 
     def _depart(self, wish: ev.Depart) -> None:
         member = self._keys.member_of(self._replica_id)
-        own = 0 if self._own is None else self._own[1]
+        own = 0 if self._own is None else self._own.revision
         abort = wish.abort
         for _ in range(_TRIES):
             compare = [Compare(member, "mod", "=", own)]
@@ -284,6 +302,12 @@ class Writer:
         self._abort_revision = found[0].mod_revision if found else 0
         standing = decode("abort", found[0].key, found[0].value) if found else None
         return isinstance(standing, Abort) and standing.epoch >= abort.epoch
+
+    def _acknowledge(self, key: str) -> None:
+        """Delete an operator's request, but not a newer one."""
+        kv = self._etcd.get(key)
+        if kv is not None:
+            self._etcd.txn([Compare(key, "mod", "=", kv.mod_revision)], [Delete(key)])
 
     # -- what all share ----------------------------------------------------------------------------
 

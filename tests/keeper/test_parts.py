@@ -77,9 +77,22 @@ class TestGroup:
         assert group.take_want() is None, "it is handed on once"
         group.wants[1] = msg.WantEpoch(version=Version(2, 4), leaving=True)
         assert group.take_want().leaving
-        group.offered()
+        group.offered(3)
         group.wants[0] = msg.WantEpoch(version=Version(3, 9))
         assert group.take_want() is None, "the other rank has not asked again"
+
+    def test_a_wish_that_crosses_an_offer_is_void(self):
+        """The rank finds the offer; were its wish kept, the group would leave an epoch that it runs in."""
+        group = Group(2, "a", "i")
+        group.joined(hello(0))
+        group.joined(hello(1))
+        group.offered(8)
+        group.wants_epoch(0, msg.WantEpoch(version=Version(7, 1), offered=7))
+        group.wants_epoch(1, msg.WantEpoch(version=Version(8, 2), failed="peer died", offered=8))
+        assert group.take_want() is None
+        group.wants_epoch(0, msg.WantEpoch(version=Version(8, 2), offered=8))
+        want = group.take_want()
+        assert (want.offered, want.failed) == (8, "peer died")
 
     def test_ranks_are_who_they_say(self):
         group = Group(1, "a", "i")
