@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ftkit.keeper.embedded import EtcdServer
+
 
 def begin(tmp_path: Path, *words: str, **more: object) -> subprocess.Popen[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("FTKIT_", "ETCDCTL_"))}
@@ -42,6 +44,29 @@ def test_it_tells_its_address_and_ends_when_asked_to(tmp_path: Path, etcd_url: s
             assert run.stderr.read() == ""  # type: ignore[union-attr]
         finally:
             run.kill()
+
+
+def test_it_ends_at_once_when_etcd_is_away(tmp_path: Path, own_etcd: EtcdServer) -> None:
+    with begin(tmp_path, "--json", "--listen", "127.0.0.1:0", "--etcd", own_etcd.url) as run:
+        try:
+            told = json.loads(run.stdout.readline())  # type: ignore[union-attr]
+            own_etcd.stop()
+            deadline = time.monotonic() + 30
+            while not etcd_error(told["url"]):
+                assert time.monotonic() < deadline, "the outage is not shown"
+                time.sleep(0.05)
+            began = time.monotonic()
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(20) == 0
+            assert time.monotonic() - began < 3.0
+            assert run.stderr.read() == ""  # type: ignore[union-attr]
+        finally:
+            run.kill()
+
+
+def etcd_error(url: str) -> str:
+    with urllib.request.urlopen(f"{url}state.json", timeout=20) as answer:
+        return str(json.load(answer)["board"]["etcd_error"])
 
 
 @pytest.mark.usefixtures("training")
