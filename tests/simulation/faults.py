@@ -63,6 +63,8 @@ def relief(job: Job) -> None:
         replica.thaw_machine()
         if replica.trainer is not None and replica.trainer.frozen:
             replica._thaw_trainer(replica.trainer)
+        if replica.keeper is not None:
+            replica.keeper.to_ranks.slowest = 0.003
     for stream in job.etcd.streams:
         stream.lag = 0.004
 
@@ -149,6 +151,14 @@ def _slow_all(job: Job, replica: Replica, seconds: float) -> None:
             job.world.after(seconds, setattr, stream, "lag", 0.004)
 
 
+def _busy_keeper(job: Job, replica: Replica, seconds: float) -> None:
+    """The keeper gets little of its processor: what it says reaches the ranks late."""
+    if replica.keeper is not None and replica.keeper.alive:
+        pipe = replica.keeper.to_ranks
+        pipe.slowest = 0.5
+        job.world.after(seconds, setattr, pipe, "slowest", 0.003)
+
+
 def _break_watch(job: Job, replica: Replica, seconds: float) -> None:
     if replica.keeper is not None and replica.keeper.alive:
         job.world.rng.choice(replica.keeper.streams()).relist()
@@ -200,6 +210,7 @@ KINDS: dict[str, Callable[[Job, Replica, float], None]] = {
     "slow members": _slow_members,
     "slow watches": _slow_all,
     "break watch": _break_watch,
+    "busy keeper": _busy_keeper,
     "lost writes": _for_a_while("weather", "lost", 0.4),
     "unanswered writes": _for_a_while("weather", "unanswered", 0.5),
     "doubled writes": _for_a_while("weather", "doubled", 0.5),

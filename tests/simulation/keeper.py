@@ -39,7 +39,7 @@ class Keeper:
         self._wake: float | None = None
         self._contact = -1e9
         self._lost_at: float | None = None
-        self._to_ranks = Pipe(self.world)
+        self.to_ranks = Pipe(self.world)
         self._silent = False
         self._streams = [Stream(self.etcd, self, part, self.hear) for part in FOR_ALL]
         self._more: list[Stream] = []
@@ -162,7 +162,7 @@ class Keeper:
             parts = FOR_PROPOSERS if effect.on else ()
             self._more = [Stream(self.etcd, self, part, self.hear) for part in parts]
         else:
-            self._to_ranks.send(self.trainer.hear, effect, self)
+            self.to_ranks.send(self.trainer.hear, effect, self)
 
     # -- requests: what runs inside etcd, and what is done with the answer ------------------------
 

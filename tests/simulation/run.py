@@ -174,7 +174,7 @@ def _all_is_well(job: Job, since: float) -> bool:
     room = job.policy.max_replicas or len(trainers)
     if len(at_work) < min(room, len(trainers)):
         return len(trainers) < job.policy.min_replicas
-    if len({t.entered.id for t in at_work if t.entered is not None}) != 1:
+    if len({(t.entered.id, t.entered.seats) for t in at_work if t.entered is not None}) != 1:
         return False
     lived = job.checks.lived.get((at_work[0].entered.id, at_work[0].entered.seats))  # type: ignore[union-attr]
     return lived is not None and sum(when > since for when in lived.commits.values()) >= STEPS_IN_PEACE

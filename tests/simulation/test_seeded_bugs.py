@@ -134,6 +134,14 @@ def outsiders_are_asked_in_at_every_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Member, "_count_fruitless", lambda self, epoch, now: None)
 
 
+def wish_that_crosses_an_offer_counts(patch: pytest.MonkeyPatch) -> None:
+    """Ranks that asked again run in the epoch that was on its way, their machine in the next."""
+    original = Member._on_want
+    patch.setattr(
+        Member, "_on_want", lambda self, want: original(self, msgspec.structs.replace(want, offered=None))
+    )
+
+
 def suspects_are_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
     """A member key that vanishes ends the epoch, proof or no proof."""
     original = machine.end_of
@@ -192,6 +200,23 @@ REPLACED = scripted(
 )
 """A member is started again and forms an epoch, while a spare has yet to hear that it was gone."""
 
+CROSSING = scripted(
+    Fault(3.0, "isolate", 1, 6.0),
+    Fault(3.05, "late writes", 0, 8.0),
+    Fault(3.1, "busy keeper", 0, 8.0),
+    num_replicas=2,
+)
+"""A member is lost; the other's ranks ask once more while the next epoch is on its way to them."""
+
+CLASH = scripted(
+    Fault(3.8, "slow watches", 0, 2.5),
+    Fault(4.0, "wipe", 0, 0.2),
+    Fault(4.1, "join"),
+    num_replicas=1,
+    expect="wipe",
+)
+"""Etcd loses epoch 1, and a newcomer that knows nothing of it forms an epoch 1 of its own."""
+
 ANY = several(draw_any)
 TAKEOVERS = several(draw_takeover)
 HEALS = several(draw_schedule, kinds=["kill source", "bad heals", "crash", "join"])
@@ -213,9 +238,10 @@ BUGS: list[tuple[Plant, str, Callable[[], Iterable[Schedule]]]] = [
     (effects_are_not_repeated, "I6", WRITES),
     (tickets_are_not_renewed, "I6", ANY),
     (outsiders_are_asked_in_at_every_step, "I6", ANY),
+    (wish_that_crosses_an_offer_counts, "I6", CROSSING),
     (suspects_are_taken_for_dead, "I7", several(draw_outage)),
     (wiped_epoch_is_not_put_back, "I8", several(draw_wipe)),
-    (unrelated_epoch_is_taken_for_ours, "I8", several(draw_wipe)),
+    (unrelated_epoch_is_taken_for_ours, "I8", CLASH),
 ]
 
 

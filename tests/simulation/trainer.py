@@ -205,7 +205,13 @@ class Trainer:
         self.phase = "leaving"
         self.goodbye = ev.Goodbye(how=how, version=self.lineage.version, planned=planned)
         self.world.say(self.name, "says goodbye: %s%s", how, " as planned" if planned else "")
-        self.tell_keeper(self.goodbye)
+        if not planned and self.world.chance(0.3):  # first it only asks not to be waited for
+            offered = 0 if self.entered is None else self.entered.id
+            version = self.lineage.version
+            self.tell_keeper(ev.Want(version=version, failed=how, leaving=True, offered=offered))
+            self.later(0.5, self.tell_keeper, self.goodbye)
+        else:
+            self.tell_keeper(self.goodbye)
 
     def die(self, *, sockets_close: bool) -> None:
         """Stop executing for good."""

@@ -72,11 +72,12 @@ class Pipe:
     def __init__(self, world: World) -> None:
         """Begin empty."""
         self.world = world
+        self.slowest = 0.003
         self._due = 0.0
 
     def send(self, call: Callable[..., None], *args: Any) -> None:
         """Deliver a message: call something a moment from now."""
-        self._due = max(self._due, self.world.now + self.world.between(0.0005, 0.003))
+        self._due = max(self._due, self.world.now + self.world.between(0.0005, self.slowest))
         self.world.after(self._due - self.world.now, call, *args)
 
 
