@@ -22,7 +22,8 @@ from ftkit import config
 from ftkit.cli import main as cli
 from ftkit.config import FIELDS, Settings
 from ftkit.dashboard.guard import parse_listen
-from ftkit.keeper.embedded import find_etcd, free_ports
+from ftkit.keeper.embedded import find_etcd
+from ftkit.launcher.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
@@ -175,8 +176,11 @@ class Here:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        ports = iter(free_ports(2 * len(ETCDS)))
-        self.addresses = {f"{n}:{port}": f"127.0.0.1:{next(ports)}" for n in ETCDS for port in (2379, 2380)}
+        # Not from the range that outgoing connections use: the etcds of other tests make many.
+        self.addresses: dict[str, str] = {}
+        for there in (f"{name}:{port}" for name in ETCDS for port in (2379, 2380)):
+            taken = {int(here.rpartition(":")[2]) for here in self.addresses.values()}
+            self.addresses[there] = f"127.0.0.1:{free_port(taken)}"
 
     def place(self, name: str, text: str) -> str:
         """Replace the addresses and folders of containers in one word."""
@@ -218,7 +222,10 @@ class Here:
     def wait_healthy(self, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not all(self.healthy(name) for name in ETCDS):
-            assert time.monotonic() < deadline, self.log("etcd-1").read_text()[-2000:]
+            ended = [name for name in ETCDS if self.processes[name].poll() is not None]
+            logs = "\n".join(self.log(name).read_text()[-1500:] for name in ended or ETCDS)
+            assert not ended, logs
+            assert time.monotonic() < deadline, logs
             time.sleep(0.1)
 
     def kill(self, name: str) -> None:
