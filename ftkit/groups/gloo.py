@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from ftkit.errors import ConfigError, GroupError
 from ftkit.groups import sockets
 from ftkit.groups.base import ProcessGroup
+from ftkit.groups.link import StoreLink
 from ftkit.groups.rendezvous import Attempt
 from ftkit.groups.session import Session
 from ftkit.groups.sockets import Descriptor
@@ -113,13 +114,27 @@ def _create(hostname: str, interface: str) -> Any:
         return dist.ProcessGroupGloo.create_device(**chosen)
 
 
-class _GlooSession(Session):
-    store_is_spent = True
+class _LinkStore(Store):
+    """What gloo publishes its addresses through: torch's store interface over our link."""
 
-    def __init__(self, backend: Any, store: Any, device: _Device, attempt: Attempt) -> None:
+    def __init__(self, link: StoreLink) -> None:
+        super().__init__()
+        self._link = link
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._link.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._link.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._link.get(key)
+
+
+class _GlooSession(Session):
+    def __init__(self, backend: Any, device: _Device, attempt: Attempt) -> None:
         super().__init__(backend, attempt.rank, attempt.size)
-        self.link = attempt.link
-        self._store = store
         self._device: _Device | None = device
         self._clear = False
 
@@ -136,17 +151,18 @@ class _GlooSession(Session):
         return sockets.supported() and sockets.threads_sleep("pt_gloo_runloop")
 
     def free(self) -> None:
+        # The device ends within 10 ms, and holds the GIL meanwhile unless the backend is the last to hold it.
+        self._device = None
         super().free()
-        self._device = self._store = None
 
     def hidden_fds(self) -> list[int]:
         device = self._device
-        return ([] if device is None else device.fds()) + ([] if self.link is None else self.link.fds())
+        return [] if device is None else device.fds()
 
     def process_group(self) -> dist.ProcessGroup:
         if self._group is None:
             kind = dist.ProcessGroup.BackendType.GLOO
-            group = dist.ProcessGroup(self._store, self.rank, self.size)
+            group = dist.ProcessGroup(HashStore(), self.rank, self.size)
             group._set_default_backend(kind)
             for device in ("cpu", "cuda"):
                 group._register_backend(torch.device(device), kind, self.backend)
@@ -180,17 +196,17 @@ class ProcessGroupGloo(ProcessGroup):
             device = _Device(_create(self._hostname or "127.0.0.1", self._interface), -1, None)
             store: Any = HashStore()
         else:
-            client = attempt.meet()
+            attempt.meet()
             device = _make_device(self._hostname or attempt.link.local_host, self._interface)
             attempt.part_fds = device.fds
             attempt.cut_parts = lambda: _cut_unfinished(device, attempt.size)
             if attempt.given_up is not None:
                 raise GroupError(attempt.given_up)
-            store = PrefixStore(f"{attempt.prefix}/gloo", client)
+            store = _LinkStore(attempt.link)
         options._devices = [device.torch_device]
         backend = gloo(store, attempt.rank, attempt.size, options)
         sockets.close_on_exec(device.connections())
-        return _GlooSession(backend, store, device, attempt)
+        return _GlooSession(backend, device, attempt)
 
 
 def _cut_unfinished(device: _Device, size: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -18,13 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import Work
 
 from ftkit.errors import ConfigError, GroupError
 from ftkit.groups.base import ProcessGroup
 from ftkit.groups.rendezvous import Attempt
 from ftkit.groups.session import Session
+from ftkit.groups.store import join_address, split_address
 from ftkit.groups.work import StreamWork
 
 log = logging.getLogger(__name__)
@@ -34,11 +36,8 @@ _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class _NcclSession(Session):
-    store_is_spent = False
-
     def __init__(self, backend: Any, store: Any, attempt: Attempt, timeout_s: float) -> None:
         super().__init__(backend, attempt.rank, attempt.size)
-        self.link = attempt.link
         self._store = store
         self._timeout_s = timeout_s
         self._deadlines: deque[tuple[Work, float]] = deque()
@@ -76,7 +75,7 @@ class _NcclSession(Session):
         self._store = None
 
     def hidden_fds(self) -> list[int]:
-        return [] if self.link is None else self.link.fds()
+        return []
 
     def process_group(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -114,7 +113,8 @@ class ProcessGroupNCCL(ProcessGroup):
         if attempt.size == 1:
             store: Any = HashStore()
         else:
-            store = PrefixStore(f"{attempt.prefix}/nccl", attempt.meet())
+            attempt.meet()
+            store = self._share_store(attempt)
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = _NEVER  # torch's watchdog would end the process; `_watch` keeps the time
@@ -127,3 +127,24 @@ class ProcessGroupNCCL(ProcessGroup):
             raise GroupError(attempt.given_up)
         backend.eager_connect_single_device(self._device)
         return _NcclSession(backend, store, attempt, self.timeout_s)
+
+    def _share_store(self, attempt: Attempt) -> TCPStore:
+        """Make the store that torch wants for as long as the communicator lives: rank 0 hosts it."""
+        link = attempt.link
+        timeout = timedelta(seconds=attempt.left_s())
+        if attempt.rank > 0:
+            host, port = split_address(link.get("nccl").decode())
+            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        family = socket.AF_INET6 if ":" in link.local_host else socket.AF_INET
+        listener = socket.create_server((link.local_host, 0), family=family)
+        port = int(listener.getsockname()[1])
+        store = TCPStore(
+            link.local_host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+        link.set("nccl", join_address(link.local_host, port).encode())
+        return store

@@ -1,7 +1,7 @@
 """Meet the peers of an epoch at a store, within a deadline, and give up at once when told to.
 
-Decides when a rendezvous has failed and whom its error names. torch's calls may block for ever inside,
-so each try runs on a thread of its own, which ends as soon as its sockets are cut. What is built once all
+Decides when a rendezvous has failed and whom its error names. torch's calls may block for long inside, so
+each try runs on a thread of its own, which ends as soon as its sockets are cut. What is built once all
 have come is the caller's affair.
 """
 
@@ -12,15 +12,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
-
-from torch._C._distributed_c10d import TCPStore
 
 from ftkit.errors import GroupError
 from ftkit.groups import sockets
+from ftkit.groups.link import StoreLink
 from ftkit.groups.session import Session
-from ftkit.groups.store import StoreLink, delete_keys, leak
+from ftkit.groups.sockets import leak
 
 _GIVE_UP_GRACE_S = 0.05
 """How long a rendezvous that is given up may take to end before it is left to end by itself."""
@@ -67,7 +64,7 @@ class Attempt:
         if self.given_up is None:
             self.given_up = why
         if not self._cut_for(_GIVE_UP_GRACE_S, 0.001):
-            # torch's store client connects again when it is cut while it connects; so go on cutting.
+            # gloo connects again when it is cut while it connects; so go on cutting.
             threading.Thread(target=self._cut_for, args=(math.inf, 0.02), daemon=True).start()
         self.settled.set()
 
@@ -102,35 +99,27 @@ class Attempt:
         """Return the time left, in seconds, never quite zero."""
         return max(0.001, self.deadline - time.monotonic())
 
-    def meet(self) -> TCPStore:
+    def meet(self) -> None:
         """Connect to the store and wait there until all peers have come."""
-        store = self.link.connect(self.deadline)
-        keys = [f"{self.prefix}/here/{r}" for r in range(self.size)]
-        self.phase = f"the store at {self.link.address} stopped answering while waiting for the peers"
-        store.set(keys[self.rank], "1")
+        link = self.link
+        link.connect(self.deadline)
+        link.join(self.prefix, self.rank, self.size)
         # What is kept back is for asking the store who is missing.
-        wait_s = max(0.001, self.left_s() - min(0.25, 0.1 * self.timeout_s))
-        try:
-            store.wait(keys, timedelta(seconds=wait_s))
-        except RuntimeError as error:
-            if self.given_up is not None:
-                raise
-            missing = [r for r in range(self.size) if not store.check([keys[r]])]
+        if not link.wait_all(self.deadline - min(0.25, 0.1 * self.timeout_s)):
+            missing = link.missing(self.deadline)
             if not missing:
-                raise GroupError(f"the store at {self.link.address} failed: {error}") from error
+                raise GroupError(self.phase)
             raise GroupError(
-                f"rendezvous {self.prefix!r} at {self.link.address}: of {self.size} ranks these did not come"
+                f"rendezvous {self.prefix!r} at {link.address}: of {self.size} ranks these did not come"
                 f" within {self.timeout_s:g} s: {', '.join(map(str, missing))}"
-            ) from error
-        self.phase = f"all {self.size} ranks came to {self.link.address}, but one broke off while connecting"
-        return store
+            )
+        self.phase = f"all {self.size} ranks came to {link.address}, but one broke off while connecting"
 
     def _run(self) -> None:
         _live_attempts.add(self)
-        spent = False
         try:
             session = self._build(self)
-            spent = session.store_is_spent
+            self.link.finish()
             with self._lock:
                 if self._is_taken:
                     self._leftovers.append(session)
@@ -142,11 +131,10 @@ class Attempt:
                 if not self._is_taken:
                     self.error = error
         finally:
+            self.link.close()  # without a `finish`: the others learn that we broke off
             self._done.set()
             self.settled.set()
         try:
-            if spent:
-                self._tidy()
             # The destructors of a torch group take some 10 ms; nobody waits for them here.
             while self._leftovers:
                 session = self._leftovers.pop()
@@ -157,15 +145,6 @@ class Attempt:
             # These closures refer to this attempt and to the device: a cycle would keep both alive.
             self.cut_parts, self.part_fds = _nothing, list
             _live_attempts.discard(self)
-
-    def _tidy(self) -> None:
-        """Delete the keys of this rendezvous when all have read them: the last one to finish does it."""
-        store = self.link.client
-        if store is None:  # a group of one needs none
-            return
-        with suppress(RuntimeError):  # the store's host is gone, and the keys with it
-            if store.add(f"{self.prefix}/done", 1) == self.size:
-                delete_keys(store, f"{self.prefix}/")
 
 
 def _nothing() -> None:

@@ -18,15 +18,12 @@ from torch.distributed import Work
 
 from ftkit.errors import Aborted, GroupError
 from ftkit.groups import sockets
-from ftkit.groups.store import StoreLink, leak
+from ftkit.groups.sockets import leak
 from ftkit.groups.work import GroupWork, PeerWork
 
 
 class Session(ABC):
     """One underlying torch group: what `configure` makes and `abort` ends."""
-
-    store_is_spent: bool
-    """Whether the torch group needs the store no more once it has formed."""
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         self.backend = backend
@@ -35,7 +32,6 @@ class Session(ABC):
         # Reasons are kept as text: a stored exception would keep alive what its traceback saw, tensors too.
         self.error: str | None = None
         self.aborted: str | None = None
-        self.link: StoreLink | None = None
         self.released = False
         self.pending: deque[Work] = deque()
         self._on_release: list[Callable[[], None]] = []
@@ -95,8 +91,6 @@ class Session(ABC):
 
         Works that somebody keeps refer to this session: without this, who drops the last would have to wait.
         """
-        if self.link is not None:
-            self.link.cut()
         self.backend = self._group = None
 
     def wrap(self, inner: Work, *, tracked: bool) -> Work:

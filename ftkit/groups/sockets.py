@@ -8,6 +8,7 @@ duplicated first, and the duplicate's inode decides. Knows nothing of ranks, epo
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import select
@@ -124,21 +125,6 @@ def is_listening(descriptor: Descriptor) -> bool:
         return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def remote_end(descriptor: Descriptor) -> tuple[str, int] | None:
-    """Return the address and port that a TCP socket is connected (or connecting) to."""
-    sock = borrow(descriptor)
-    if sock is None:
-        return None
-    with sock:
-        if sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        try:
-            address, port = sock.getpeername()[:2]
-        except OSError:
-            return None
-    return str(address).removeprefix("::ffff:"), int(port)
-
-
 def cut(descriptor: Descriptor) -> bool:
     """Shut a connection down in both directions; say whether there was one.
 
@@ -178,6 +164,14 @@ def threads_sleep(name: str) -> bool:
         if head.partition(b"(")[2] == name.encode():
             states.append(tail[1:2])
     return bool(states) and all(state == b"S" for state in states)
+
+
+def leak(thing: object) -> None:
+    """Never free this object, not even when the interpreter ends.
+
+    In a forked child the destructors of torch's objects would wait for threads that do not exist there.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _link(name: str) -> str:

@@ -1,44 +1,36 @@
-"""Host the store at which the members of an epoch meet, and talk to the one that another member hosts.
+"""Host the store at which the members of an epoch meet.
 
-The server is torch's TCPStore on a socket of our own, so that it listens where it was told to and nowhere
-else. The client side never trusts the host to answer: it may be dead, frozen or cut off, and torch's
-client waits for ever in some of these cases. `StoreLink.cut` ends every such wait from another thread.
-Knows nothing of process groups.
+Each rendezvous has a room, named by its prefix. The store tells all members when the last one has come,
+keeps what they publish, tells those that are left when one breaks off, and forgets the room when the last
+has gone. It is not torch's TCPStore, because that one looks up the name of every caller in the DNS: with a
+slow or absent DNS server each connection costs seconds. Knows nothing of torch, gloo or etcd.
+
+A message is a length (4 bytes, big endian) and a msgpack list, whose first item says what it is. From a
+member: `join prefix rank size`, `set key value`, `get key`, `missing`, `done`. To it: `all`,
+`value key value`, `missing ranks`, `lost rank`, `refused why`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
-import os
-import select
+import selectors
 import socket
+import struct
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
+import msgspec
 
-from ftkit.errors import ConfigError, GroupError
+from ftkit.errors import ConfigError
 from ftkit.groups import sockets
-from ftkit.groups.sockets import Descriptor
 
 log = logging.getLogger(__name__)
 
-_WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-_kept: list[object] = []
-
-
-def leak(thing: object) -> None:
-    """Never free this object, not even when the interpreter ends.
-
-    In a forked child the destructors of torch's objects would wait for threads that do not exist there.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-    _kept.append(thing)
+LENGTH = struct.Struct("!I")
+MAX_MESSAGE = 1 << 20
+_WILDCARDS = ("", "0.0.0.0", "::")
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -55,48 +47,82 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def pack(*message: Any) -> bytes:
+    """Write one message."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def notice_dead_hosts(sock: socket.socket) -> None:
+    """Send at once, and find out within a minute when the machine at the other end is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+@dataclass(eq=False, slots=True)
+class _Caller:
+    sock: socket.socket
+    inbox: bytearray = field(default_factory=bytearray)
+    outbox: bytearray = field(default_factory=bytearray)
+    room: _Room | None = None
+    rank: int = -1
+    is_done: bool = False
+    wanted: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class _Room:
+    prefix: str
+    size: int
+    members: dict[int, _Caller] = field(default_factory=dict)
+    values: dict[str, bytes] = field(default_factory=dict)
+    is_complete: bool = False
+    lost: int | None = None
+
+
 class RendezvousStore:
     """Host a store in this process for as long as it lives, listening on `bind` only.
 
     `advertise` is the host that the others use; by default `bind` itself, or this machine's name when
-    `bind` is a wildcard. Keys that a rendezvous leaves behind are deleted by its last member.
+    `bind` is a wildcard.
     """
 
     def __init__(self, bind: str = "127.0.0.1", advertise: str | None = None) -> None:
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener = socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET)
         try:
-            listener.bind((bind, 0))
-            listener.listen(512)
+            self._listener.bind((bind, 0))
+            self._listener.listen(512)
         except OSError as error:
-            listener.close()
+            self._listener.close()
             raise ConfigError(f"the rendezvous store cannot listen on {bind!r}: {error}") from error
-        port = int(listener.getsockname()[1])
-        inode = os.fstat(listener.fileno()).st_ino
-        fd = listener.detach()
-        self._store: TCPStore | None = TCPStore(
-            _WILDCARDS.get(bind, bind),
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=fd,
-            timeout=timedelta(seconds=30),
-            use_libuv=True,
-        )
-        self._listener = Descriptor(fd, inode)
-        self._port = port
-        self._poller = _poller_of(self._listener)
+        self._listener.setblocking(False)
         host = advertise or (socket.gethostname() if bind in _WILDCARDS else bind)
-        self.address = join_address(host, port)
+        self.address = join_address(host, int(self._listener.getsockname()[1]))
+        self._rooms: dict[str, _Room] = {}
+        self._callers: set[_Caller] = set()
+        self._waker, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="ftkit-rendezvous-store", daemon=True)
+        self._thread.start()
         sockets.hidden.add(self)
 
     def close(self) -> None:
         """Stop serving; members that are in the middle of a rendezvous here get an error."""
-        self._store = None
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._waker.send(b"x")
+        self._thread.join(5.0)
 
     def num_keys(self) -> int:
-        """Return how many keys the store holds, its own one included."""
-        return 0 if self._store is None else self._store.num_keys()
+        """Return how many values the store holds."""
+        return sum(len(room.values) for room in list(self._rooms.values()))
 
     def __enter__(self) -> RendezvousStore:
         return self
@@ -106,149 +132,153 @@ class RendezvousStore:
 
     def hidden_fds(self) -> list[int]:
         """Return the descriptors that a forked child must let go of."""
-        if self._store is None:
+        if self._is_closed:
             return []
-        # The server's own client is a connection to this port as well; the poller has the other ends.
-        ours = sockets.targets(self._poller) if self._poller >= 0 else [self._listener]
-        fds = [d.fd for d in ours if sockets.is_socket(d)]
-        for d in sockets.open_sockets():
-            end = sockets.remote_end(d)
-            if end is not None and end[1] == self._port and d.fd not in fds:
-                fds.append(d.fd)
-        return fds + ([self._poller] if self._poller >= 0 else [])
+        served = [self._listener, self._waker, self._woken, *(c.sock for c in list(self._callers))]
+        fds = [sock.fileno() for sock in served]
+        with suppress(AttributeError):  # the child shares the epoll instance: it must not change it
+            fds.append(self._selector.fileno())
+        return [fd for fd in fds if fd >= 0]
 
     def forget_in_child(self) -> None:
         """Forget the server, which lives in the parent only."""
-        if self._store is None:
-            return
-        leak(self._store)
-        self._store = None
+        self._is_closed = True
 
+    # -- the one thread that touches what follows ----------------------------------------------------
 
-def _poller_of(listener: Descriptor) -> int:
-    """Return the epoll instance that watches this socket, -1 if there is none to be seen."""
-    if not sockets.supported():
-        return -1
-    # torch's server thread registers its socket a moment after the constructor has returned.
-    until = time.monotonic() + 1.0
-    while time.monotonic() < until:
-        for poller in sockets.pollers():
-            if listener in sockets.targets(poller):
-                return poller
-        time.sleep(0.0005)
-    return -1
-
-
-_connecting: dict[tuple[str, int], threading.Lock] = {}
-_connecting_guard = threading.Lock()
-
-
-class StoreLink:
-    """One connection to a store, every wait on which can be ended from another thread.
-
-    Connections to one address are made one after the other, so that a new socket to it is known to be ours.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.local_host = ""
-        """The address of this machine that the store sees: the one to listen on for the peers."""
-        self.client: TCPStore | None = None
-        self._end: tuple[str, int] | None = None
-        self._before: set[int] | None = None
-        self._descriptor: Descriptor | None = None
-        self._is_cut = False
-
-    def connect(self, deadline: float) -> TCPStore:
-        """Connect until `deadline` (monotonic); raise GroupError if nobody listens there."""
-        self.local_host, self._end = self._probe(deadline)
-        with _connecting_guard:
-            lock = _connecting.setdefault(self._end, threading.Lock())
-        while not lock.acquire(timeout=0.01):
-            if self._is_cut or time.monotonic() > deadline:
-                raise GroupError(f"the store at {self.address} does not answer")
+    def _serve(self) -> None:
         try:
-            self._before = sockets.socket_inodes() if sockets.supported() else set()
-            if self._is_cut:
-                raise GroupError(f"the connection to the store at {self.address} was given up")
-            self.client = TCPStore(
-                self._end[0],
-                self._end[1],
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=max(0.05, deadline - time.monotonic())),
-            )
-            self._descriptor = next(iter(self._new_sockets()), None)
+            while not self._is_closed:
+                for key, events in self._selector.select():
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.data is not None:
+                        self._attend(key.data, events)
+        except Exception:
+            log.exception("the rendezvous store at %s broke down", self.address)
         finally:
-            self._before = None
-            lock.release()
-        if self._descriptor is not None:
-            sockets.close_on_exec([self._descriptor])
-        return self.client
+            for caller in list(self._callers):
+                caller.sock.close()
+            for sock in (self._listener, self._waker, self._woken):
+                sock.close()
+            self._selector.close()
+            self._rooms.clear()
 
-    def cut(self) -> None:
-        """End every wait on this connection, now and later; from any thread."""
-        self._is_cut = True
-        for descriptor in self._sockets():
-            sockets.cut(descriptor)
+    def _accept(self) -> None:
+        with suppress(OSError):  # gone again, or out of descriptors: the caller will see it
+            sock, _ = self._listener.accept()
+            sock.setblocking(False)
+            notice_dead_hosts(sock)
+            caller = _Caller(sock)
+            self._callers.add(caller)
+            self._selector.register(sock, selectors.EVENT_READ, caller)
 
-    def fds(self) -> list[int]:
-        """Return the descriptors that a forked child must let go of."""
-        return [d.fd for d in self._sockets()]
-
-    def _sockets(self) -> list[Descriptor]:
-        if self._descriptor is not None:
-            return [self._descriptor]
-        return self._new_sockets()
-
-    def _new_sockets(self) -> list[Descriptor]:
-        before, end = self._before, self._end
-        if before is None or end is None or not sockets.supported():
-            return []
-        new = [d for d in sockets.open_sockets() if d.inode not in before]
-        return [d for d in new if sockets.remote_end(d) == end]
-
-    def _probe(self, deadline: float) -> tuple[str, tuple[str, int]]:
-        """Open a connection of our own first: it can be given up, and says at once if nobody listens."""
-        host, port = split_address(self.address)
+    def _attend(self, caller: _Caller, events: int) -> None:
         try:
-            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise GroupError(f"the store's host {host!r} is unknown: {error}") from error
-        problem: Exception | str = "no address"
-        for family, kind, proto, _, address in infos:
-            with socket.socket(family, kind, proto) as sock:
-                try:
-                    _connect(sock, address, deadline, lambda: self._is_cut)
-                    return str(sock.getsockname()[0]), (str(address[0]), port)
-                except OSError as error:
-                    problem = error
-        raise GroupError(f"the store at {self.address} cannot be reached ({problem}); its host may be dead")
+            if events & selectors.EVENT_WRITE:
+                self._flush(caller)
+            if events & selectors.EVENT_READ:
+                data = caller.sock.recv(1 << 16)
+                if not data:
+                    self._hang_up(caller)
+                    return
+                caller.inbox += data
+                self._read(caller)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError, TypeError, IndexError) as error:
+            log.debug("the rendezvous store hangs up on rank %d: %r", caller.rank, error)
+            self._hang_up(caller)
 
+    def _read(self, caller: _Caller) -> None:
+        inbox = caller.inbox
+        while len(inbox) >= LENGTH.size and caller in self._callers:
+            (length,) = LENGTH.unpack_from(inbox)
+            if length > MAX_MESSAGE:
+                raise ValueError(f"a message of {length} bytes")
+            end = LENGTH.size + length
+            if len(inbox) < end:
+                return
+            message = msgspec.msgpack.decode(bytes(inbox[LENGTH.size : end]), type=list)
+            del inbox[:end]
+            self._handle(caller, message)
 
-def _connect(
-    sock: socket.socket, address: tuple[object, ...], deadline: float, given_up: Callable[[], bool]
-) -> None:
-    sock.setblocking(False)
-    code = sock.connect_ex(address)
-    poll = select.poll()
-    poll.register(sock, select.POLLOUT)
-    while code in (errno.EINPROGRESS, errno.EALREADY):
-        left = deadline - time.monotonic()
-        if left <= 0 or given_up():
-            raise TimeoutError(errno.ETIMEDOUT, "no answer in time")
-        if poll.poll(min(left, 0.02) * 1000):
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            break
-    if code != 0:
-        raise OSError(code, os.strerror(code))
+    def _handle(self, caller: _Caller, message: list[Any]) -> None:
+        kind, room = message[0], caller.room
+        if kind == "join":
+            self._join(caller, str(message[1]), int(message[2]), int(message[3]))
+        elif room is None:
+            raise ValueError(f"{kind!r} before a room was joined")
+        elif kind == "set":
+            key, value = str(message[1]), bytes(message[2])
+            room.values[key] = value
+            for member in list(room.members.values()):
+                if key in member.wanted:
+                    member.wanted.discard(key)
+                    self._say(member, "value", key, value)
+        elif kind == "get":
+            key = str(message[1])
+            if key in room.values:
+                self._say(caller, "value", key, room.values[key])
+            else:
+                caller.wanted.add(key)
+        elif kind == "missing":
+            self._say(caller, "missing", [r for r in range(room.size) if r not in room.members])
+        elif kind == "done":
+            caller.is_done = True
+        else:
+            raise ValueError(f"an unknown message {kind!r}")
 
+    def _join(self, caller: _Caller, prefix: str, rank: int, size: int) -> None:
+        if caller.room is not None or not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size} cannot join")
+        room = self._rooms.setdefault(prefix, _Room(prefix, size))
+        if room.size != size:
+            self._say(caller, "refused", f"rank {rank} expects {size} ranks, but another expects {room.size}")
+            return
+        if rank in room.members:
+            self._say(caller, "refused", f"there is a rank {rank} here already")
+            return
+        caller.room, caller.rank = room, rank
+        room.members[rank] = caller
+        if room.lost is not None:
+            self._say(caller, "lost", room.lost)
+        elif len(room.members) == size:
+            room.is_complete = True
+            for member in list(room.members.values()):
+                self._say(member, "all")
 
-def delete_keys(store: TCPStore, prefix: str) -> None:
-    """Delete all keys under a prefix, where this torch can list them; a lost store is no error."""
-    if not hasattr(store, "list_keys"):
-        return
-    with suppress(RuntimeError):
-        for key in store.list_keys():
-            if key.startswith(prefix):
-                store.delete_key(key)
+    def _hang_up(self, caller: _Caller) -> None:
+        if caller not in self._callers:
+            return
+        self._callers.discard(caller)
+        self._selector.unregister(caller.sock)
+        caller.sock.close()
+        room = caller.room
+        if room is None:
+            return
+        if not room.is_complete:  # it may come again
+            del room.members[caller.rank]
+        elif not caller.is_done and room.lost is None:
+            room.lost = caller.rank
+            for member in list(room.members.values()):
+                if member in self._callers:
+                    self._say(member, "lost", caller.rank)
+        if not any(member in self._callers for member in room.members.values()):
+            self._rooms.pop(room.prefix, None)
+
+    def _say(self, caller: _Caller, *message: Any) -> None:
+        caller.outbox += pack(*message)
+        self._flush(caller)
+
+    def _flush(self, caller: _Caller) -> None:
+        try:
+            while caller.outbox:
+                del caller.outbox[: caller.sock.send(caller.outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            caller.outbox.clear()  # its end will be read in a moment
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.outbox else 0)
+        if caller in self._callers:
+            self._selector.modify(caller.sock, events, caller)

@@ -11,9 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
-from ftkit.groups.store import RendezvousStore, split_address
+from ftkit.errors import GroupError
+from ftkit.groups.link import StoreLink
+from ftkit.groups.store import RendezvousStore
 
 PROMPT_S = 1.0
 """At once, as far as a busy machine lets one measure it; no test may wait for a timeout of 20 s or more."""
@@ -251,17 +252,21 @@ def test_abort_ends_the_wait_for_a_peer_that_breaks_off_while_connecting(peers: 
     with RendezvousStore() as store:
         threads = peer.ask("usage")["threads"]
         configuring = peer.tell("configure", name="late", store=store.address, prefix="x", rank=0, size=2)
-        client = TCPStore(*split_address(store.address), is_master=False, wait_for_workers=False)
-        client.set("x/here/1", "1")
-        ours = client.get("x/gloo/0/0")
+        link = StoreLink(store.address)
+        link.connect(time.monotonic() + 20)
+        link.join("x", 1, 2)
+        ours = link.get("0/0")
         assert b"\x7f\x00\x00\x01" in ours
         # A peer with a higher address is the one that calls: this one never will.
-        client.set("x/gloo/0/1", ours.replace(b"\x7f\x00\x00\x01", b"\x7f\x00\x00\x02"))
+        link.set("0/1", ours.replace(b"\x7f\x00\x00\x01", b"\x7f\x00\x00\x02"))
         with pytest.raises(Exception):  # noqa: B017, PT011 - no answer yet: it waits, as it should
             configuring(0.2)
         assert peer.tell("abort", name="late")().took_s < PROMPT_S
         assert configuring(PROMPT_S).error == "Aborted"
         wait_until(lambda: peer.ask("usage")["threads"] <= threads)
+        with pytest.raises(GroupError, match="rank 0 broke off"):
+            link.get("never")
+        link.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])

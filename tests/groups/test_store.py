@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 
 import pytest
 
-from ftkit.errors import ConfigError
+from ftkit.errors import ConfigError, GroupError
 from ftkit.groups import sockets
+from ftkit.groups.link import StoreLink
 from ftkit.groups.store import RendezvousStore, join_address, split_address
 
 
@@ -53,6 +56,77 @@ def test_a_malformed_address_is_refused(address: str) -> None:
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "trainer-0"])
 def test_addresses_survive_being_written_and_read(host: str) -> None:
     assert split_address(join_address(host, 29500)) == (host, 29500)
+
+
+def meet(store: RendezvousStore, prefix: str, rank: int, size: int) -> StoreLink:
+    link = StoreLink(store.address)
+    link.connect(time.monotonic() + 10)
+    link.join(prefix, rank, size)
+    return link
+
+
+def test_what_a_member_leaves_behind_is_forgotten_with_the_last_one() -> None:
+    """Whether the rendezvous succeeds or not: its host lives through thousands of them."""
+    with RendezvousStore() as store:
+        links = [meet(store, "epoch/1", rank, 2) for rank in range(2)]
+        assert all(link.wait_all(time.monotonic() + 10) for link in links)
+        links[0].set("key", b"value")
+        assert links[1].get("key") == b"value"
+        assert store.num_keys() == 1
+        links[0].finish()
+        links[1].close()
+        until = time.monotonic() + 10
+        while store.num_keys() and time.monotonic() < until:
+            threading.Event().wait(0.005)
+        assert store.num_keys() == 0
+
+
+def test_a_member_that_gave_up_before_all_came_may_come_again() -> None:
+    with RendezvousStore() as store:
+        meet(store, "epoch/1", 0, 2).close()
+        other = meet(store, "epoch/1", 1, 2)
+        assert other.wait_all(time.monotonic() + 0.05) is False
+        assert other.missing(time.monotonic() + 10) == [0]
+        again = meet(store, "epoch/1", 0, 2)
+        assert again.wait_all(time.monotonic() + 10)
+        assert other.wait_all(time.monotonic() + 10)
+        again.close()
+        with pytest.raises(GroupError, match="rank 0 broke off"):
+            other.get("key")
+        other.close()
+
+
+def test_members_that_disagree_are_told() -> None:
+    with RendezvousStore() as store:
+        first = meet(store, "epoch/1", 0, 2)
+        for rank, size, problem in ((1, 3, "expects 3 ranks"), (0, 2, "a rank 0 here already")):
+            wrong = meet(store, "epoch/1", rank, size)
+            with pytest.raises(GroupError, match=problem):
+                wrong.wait_all(time.monotonic() + 10)
+            wrong.close()
+        first.close()
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\1\xc1", b"\0\0\0\2\x91\x01", b"\0"])
+def test_noise_does_no_harm(noise: bytes) -> None:
+    """Port scanners and mistaken clients come by; the members must not notice."""
+    with RendezvousStore() as store:
+        with socket.create_connection(split_address(store.address)) as stranger:
+            stranger.sendall(noise)
+            links = [meet(store, "epoch/1", rank, 2) for rank in range(2)]
+            assert all(link.wait_all(time.monotonic() + 10) for link in links)
+        for link in links:
+            link.finish()
+
+
+def test_a_closed_store_is_an_error_for_those_who_wait() -> None:
+    store = RendezvousStore()
+    link = meet(store, "epoch/1", 0, 2)
+    assert link.missing(time.monotonic() + 10) == [1]
+    store.close()
+    with pytest.raises(GroupError, match="hung up"):
+        link.wait_all(time.monotonic() + 10)
+    link.close()
 
 
 def test_a_descriptor_that_was_recycled_is_not_cut() -> None:
