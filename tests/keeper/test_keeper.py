@@ -118,8 +118,8 @@ def test_a_stopped_keeper_is_replaced(world: World):
 
 def test_a_second_process_of_the_same_name_is_refused(world: World):
     """It is told who has the name, since the person who started it must find that process."""
-    (a,) = world.train("a")
-    second = world.start("a")
+    (a,) = world.train("a", lease_ttl=4)
+    second = world.start("a", lease_ttl=4)
     refusal = second.wait("Refused")["value"]
     assert refusal["error"] == "NameInUse"
     assert str(a.process.pid) in refusal["message"]
@@ -164,12 +164,13 @@ def test_a_group_of_several_ranks_is_one_member(world: World):
     """It joins when all its ranks are there, and is dead when one of them is."""
     first = world.start("a", group_world_size=2)
     address = first.wait("up")["value"]["address"]
-    first.wait("StillWaiting", reason="waiting for rank 1 of this replica group")
     more = {"address": address}
     second = world.start("a", rank=1, incarnation=first.setup["incarnation"], more=more, group_world_size=2)
     for r in (first, second):
         r.wait("Welcome")
     assert len(world.member("a")["transports"]) == 2
+    reasons = [s["value"]["reason"] for s in first.seen if s["kind"] == "StillWaiting"]
+    assert "waiting for rank 1 of this replica group" in reasons
     first.do("want", [0, 0], "")
     second.do("want", [0, 0], "")
     assert first.epoch() == second.epoch()
