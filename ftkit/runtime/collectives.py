@@ -154,9 +154,8 @@ class Collectives:
     # -- the watchdog --------------------------------------------------------------------------------
 
     def num_pending(self) -> int:
-        """Count the reductions that wait for peers."""
-        with self._lock:
-            return sum(c.started and not c.done for c in self._calls)
+        """Count the reductions that wait for peers; takes no lock, which a hung thread might hold."""
+        return sum(c.started and not c.done for c in tuple(self._calls))
 
     @property
     def moved_at(self) -> float:

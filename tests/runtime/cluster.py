@@ -59,8 +59,8 @@ class Group:
         return time.monotonic()
 
     def keeper_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in children:
+        tasks = Path(f"/proc/{self.process.pid}/task")  # whichever thread started it
+        for pid in " ".join(t.joinpath("children").read_text() for t in tasks.iterdir()).split():
             if b"ftkit.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return int(pid)
         raise AssertionError("no keeper among the children")
