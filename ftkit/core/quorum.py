@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 
 import msgspec
 
-from ftkit.core.model import FRESH, Departed, Epoch, Policy, Record, Seat, Ticket
+from ftkit.core.model import BROKEN, FRESH, Departed, Epoch, Policy, Record, Seat, Ticket
 
 NUM_PROPOSERS = 3
 
@@ -119,7 +119,8 @@ def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
         return Wait(reason="no live member has a whole state; one that has must join")
 
     given_up = []
-    if not old or best < max(s.version for s in seats):  # rule 4
+    newest = max((candidates[r].version for r in old), default=BROKEN)
+    if not old or newest < max(s.version for s in seats):  # rule 4
         given_up = [s for s in seats if s.replica_id not in old and not _is_over_for(view, s)]
         wait = _wait_to_replace(view, given_up, policy, now, begun if old else None)
         if wait is not None:
@@ -160,7 +161,8 @@ def _wait_to_replace(
     """Rule 4: may these members of the current epoch be replaced, who are not known to be dead?
 
     They may still be at work in it (I3). Or, when some of its members are candidates since `begun`, but
-    none with a state as new as the one that the epoch began with, they alone have that state (I1).
+    none with a state as new as the one that the epoch began with, they alone have the state that it has
+    led to (I1); a newcomer may have the one that it began with, but not what was committed since.
     """
     alive = [s.replica_id for s in unproven if is_live(view, s)]
     if alive and begun is None:

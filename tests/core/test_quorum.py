@@ -132,6 +132,14 @@ def test_rule_4_one_who_has_not_healed_yet_waits_for_those_who_have_the_state() 
     assert names(decide(seen, POLICY, 80.0)) == "bc"
 
 
+def test_rule_4_a_newcomer_with_the_state_that_the_epoch_began_with_does_not_stand_in_for_it() -> None:
+    """I1: a went on from step 100 while c, restored from a checkpoint, is still there."""
+    current = epoch(8, {"a": V(7, 100), "b": FRESH})
+    tickets = [ticket("b", 9, BROKEN), ticket("c", 9, V(7, 100))]
+    seen = view("bc", tickets, current, gone_since={"a": 50.0})
+    assert "only a had the state of epoch 8" in reason(decide(seen, POLICY, 60.0))
+
+
 def test_rule_5_shrink_only_leaves_newcomers_out_if_enough_members_remain() -> None:
     current = epoch(7, {"a": V(6, 9), "b": V(6, 9)})
     tickets = [ticket("a", 8, V(7, 9), shrink_only=True), ticket("c", 8)]

@@ -76,7 +76,7 @@ def twin(view: View, policy: Policy, now: float) -> Answer:
         return "wait", None, None
 
     absent: list[str] = []
-    if not old or newest < max(s.version for s in seats):
+    if not old or max(tickets[r].version for r in old) < max(s.version for s in seats):
         doubtful = [s.replica_id for s in seats if boxes[s.replica_id] in ("works", "missing")]
         since = []
         for r in doubtful:

@@ -56,6 +56,7 @@ class Trainer:
         self._task = 0
         self._to_keeper = Pipe(self.world)
         self._backlog: deque[Callable[[], None]] = deque()
+        self._unread: deque[Callable[[], None]] = deque()
 
     # -- the process ------------------------------------------------------------------------------
 
@@ -86,15 +87,16 @@ class Trainer:
         if self.runs():
             self._on_message(effect)
         else:
-            self._backlog.append(lambda: self.hear(effect, keeper))
+            self._unread.append(lambda: self.hear(effect, keeper))
 
     def thaw(self) -> None:
-        """What came in while the process stood still is now found, in some order."""
-        found = list(self._backlog)
+        """What came in while the process stood still is now found, by one thread before the other."""
+        found = [list(self._backlog), list(self._unread)]
         self._backlog.clear()
-        if self.world.chance(0.5):  # the training thread before the one that reads
+        self._unread.clear()
+        if self.world.chance(0.5):
             found.reverse()
-        for call in found:
+        for call in found[0] + found[1]:
             call()
 
     def contact(self) -> float:
