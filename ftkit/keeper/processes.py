@@ -59,7 +59,7 @@ class _Rank:
         self.descriptor = descriptor
         self.stopped_s = 0.0
         self.told_stopped = False
-        self.last_mark = -1
+        self.last_since = -1.0
         self.same_s = 0.0
         self.told_hung = False
 
@@ -166,8 +166,8 @@ class Processes:
         # In a vote too: if nobody is waited for, the training thread itself does not come back.
         working = progress is not None and progress.phase in (Phase.COMPUTE, Phase.VOTING)
         busy = working and progress is not None and progress.pending == 0
-        if progress is None or not busy or progress.mark != watched.last_mark:
-            watched.last_mark = -1 if progress is None else progress.mark
+        if progress is None or not busy or progress.since != watched.last_since:
+            watched.last_since = -1.0 if progress is None else progress.since
             watched.same_s = 0.0
             return
         watched.same_s += passed
