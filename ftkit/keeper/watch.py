@@ -8,10 +8,12 @@ same one; so each return first compares the last change that we know of with wha
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -47,6 +49,22 @@ class _Mark(NamedTuple):
 
 def _ignore(*_: object) -> None:
     """Do nothing."""
+
+
+_open: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Leave no stream open for the interpreter's end, which could then wait for a lock of gRPC's for ever."""
+    watches = list(_open)
+    for watch in watches:
+        watch.close(wait=False)
+        watch.etcd.close()  # a request that is being repeated ends, too
+    for watch in watches:
+        watch.close()
+
+
+atexit.register(_close_all)
 
 
 class Watch:
@@ -85,6 +103,7 @@ class Watch:
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name=f"watch {start}", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def __enter__(self) -> Watch:
         return self
