@@ -16,8 +16,12 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future
 
+from ftkit.errors import GroupError
+
 Launch = Callable[[torch.Tensor, bool], "Work | None"]
 """Scale (when averaging) and start the reduction of a tensor; None when no peer is needed."""
+
+_LOOK_S = timedelta(seconds=0.02)
 
 
 class Collective:
@@ -61,17 +65,26 @@ class Collective:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is there; False when the step has failed."""
+        if not self.held:
+            self.owner.collect([self])
         self._future.wait()
         return not self.owner.failed
 
     def get_future(self) -> Future[torch.Tensor]:
         """Return a future of the reduced tensor, which is never set to an exception."""
+        if not self.held:
+            self.owner.collect_later(self)
         return self._future
 
     def hand_out(self) -> None:
         """Complete the future, once."""
         if not self._future.done():
             self._future.set_result(self.tensor)
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether the future is complete."""
+        return bool(self._future.done())
 
 
 class Collectives:
@@ -100,14 +113,59 @@ class Collectives:
             self._handed_out = self.failed = self.paused = False
 
     def reduce(self, call: Collective) -> Collective:
-        """Start a reduction, or keep it for later while the members are changing."""
+        """Start a reduction, or keep it for later while the members are changing.
+
+        The last bucket of a backward pass waits for all of them here: DDP would do so next anyway, and
+        waiting is cheaper than being called back from another thread.
+        """
         with self._lock:
             self._calls.append(call)
             if self.failed:
                 call.hand_out()
             elif not self.paused:
                 self._start(call)
+        if call.last:
+            self._collect_held()
         return call
+
+    def collect(self, calls: list[Collective]) -> None:
+        """Wait until these have ended, then hand their results out; what fails is left to the reformer."""
+        with self._lock:
+            if self.paused or self.failed:
+                return
+            generation = self._generation
+            works = [(c, c.work) for c in calls if c.started and not c.done]
+        for call, work in works:
+            try:
+                if work is not None:
+                    _wait(work, [w for _, w in works if w is not None])
+            except Exception as error:  # whatever the backend raises ends the step, not the process
+                self._failed(error, generation)
+                return
+            self._moved_at = time.monotonic()
+            call.done = generation == self._generation
+        with self._lock:
+            if generation == self._generation and not self.paused and all(c.done for c in calls):
+                self._handed_out = True
+                for call in calls:
+                    call.hand_out()
+
+    def collect_later(self, call: Collective) -> None:
+        """Hand the result out when it is there, on the backend's own thread."""
+        work, generation = call.work, self._generation
+        if work is None:
+            self.collect([call])
+            return
+
+        def finished(future: Future[list[torch.Tensor]]) -> None:
+            try:
+                future.value()
+            except Exception as error:
+                self._failed(error, generation)
+            else:
+                self.collect([call])
+
+        work.get_future().then(finished)
 
     def drain(self) -> None:
         """Wait for all of them."""
@@ -115,6 +173,13 @@ class Collectives:
             calls = list(self._calls)
         for call in calls:
             call.wait()
+
+    def _collect_held(self) -> None:
+        """Collect the buckets of a backward pass, if all of them are there."""
+        with self._lock:
+            held = [c for c in self._calls if c.held and not c.handed_out]
+        if held and held[-1].last:
+            self.collect(held)
 
     # -- those who change the members ----------------------------------------------------------------
 
@@ -142,6 +207,7 @@ class Collectives:
                 call.started = call.done = False
             for call in self._calls:
                 self._start(call)
+        self._collect_held()
 
     def fail(self) -> None:
         """The step is lost: let everyone go who waits for a result."""
@@ -155,7 +221,8 @@ class Collectives:
 
     def num_pending(self) -> int:
         """Count the reductions that wait for peers; takes no lock, which a hung thread might hold."""
-        return sum(c.started and not c.done for c in tuple(self._calls))
+        calls = [c for c in tuple(self._calls) if c.started and not c.done]
+        return sum(c.work is not None and not c.work.is_completed() for c in calls)
 
     @property
     def moved_at(self) -> float:
@@ -172,35 +239,6 @@ class Collectives:
             call.work = self._launch(call.tensor, call.average)
         except Exception as error:  # the group was aborted in this very moment, or its backend failed
             self._failed(error, generation)
-            return
-        if call.work is None:
-            self._finished(call)
-            return
-
-        def finished(future: Future[list[torch.Tensor]]) -> None:
-            try:
-                future.value()
-            except Exception as error:
-                self._failed(error, generation)
-                return
-            with self._lock:
-                if generation == self._generation:
-                    self._finished(call)
-
-        call.work.get_future().then(finished)
-
-    def _finished(self, call: Collective) -> None:
-        call.done = True
-        self._moved_at = time.monotonic()
-        if not call.held:
-            self._handed_out = True
-            call.hand_out()
-            return
-        held = [c for c in self._calls if c.held and not c._future.done()]
-        if any(c.last for c in held) and all(c.done for c in held):
-            self._handed_out = True
-            for c in held:
-                c.hand_out()
 
     def _failed(self, error: Exception, generation: int) -> None:
         with self._lock:
@@ -208,3 +246,21 @@ class Collectives:
                 return
             self.pause()
         self._on_error(error)
+
+
+def _wait(work: Work, others: list[Work]) -> None:
+    """Wait for a collective; raise what it failed of, or what one of the others has failed of meanwhile.
+
+    A collective whose peer died may never be told, while another one on the same group was.
+    """
+    while True:
+        try:
+            work.wait(_LOOK_S)
+            return
+        except GroupError:
+            if work.is_completed():
+                break
+        for other in others:
+            if other is not work and other.is_completed():
+                other.wait()
+    work.wait()

@@ -25,6 +25,8 @@ class Inbox:
         self._on_abort = on_abort
         self._changed = threading.Condition()
         self._offer: msg.EpochOffer | None = None
+        self.offered = 0
+        """The newest epoch that was offered to this rank, taken or not."""
         self.welcome: msg.Welcome | None = None
         self.fatal: Exception | None = None
         self.waiting = "the keeper to join the job"
@@ -43,6 +45,7 @@ class Inbox:
         with self._changed:
             if isinstance(message, msg.EpochOffer):
                 self._offer = message
+                self.offered = message.epoch.id
             elif isinstance(message, msg.AbortEpoch):
                 self.over = {message.epoch: message.why}
                 abort = (message.epoch, message.why)
@@ -82,12 +85,13 @@ class Inbox:
         """Seconds since etcd was last heard, by this or any earlier keeper."""
         return time.monotonic() - self._last_word
 
-    def clear_epoch(self) -> None:
-        """Forget what was said about the epoch that is being left."""
+    def clear_epoch(self) -> int | None:
+        """Forget what was said about the epoch that is being left; return an offer that nobody took."""
         with self._changed:
-            self._offer = None
+            dropped, self._offer = self._offer, None
             self.wish = None
             self.suspects = ()
+        return None if dropped is None else dropped.epoch.id
 
     def take_offer(self, timeout_s: float, interrupted: Callable[[], bool]) -> msg.EpochOffer | None:
         """Wait for the next offer; None when the time is over or `interrupted`. Raises what is fatal."""

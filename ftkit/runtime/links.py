@@ -9,15 +9,14 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 
 import torch
-from torch.distributed import AllreduceOptions, ReduceOp, Work
+from torch.distributed import ReduceOp, Work
 
 from ftkit.config import Settings
 from ftkit.core.model import Record
 from ftkit.core.plan import Plan
-from ftkit.errors import Aborted, GroupError
+from ftkit.errors import Aborted
 from ftkit.groups.base import ProcessGroup
 from ftkit.groups.gloo import ProcessGroupGloo
 
@@ -102,23 +101,12 @@ class Links:
         assert group is not None, "one rank agrees with itself"
         if group.configured and group.size == 1:
             return
-        if timeout_s is None:
-            work = group.allreduce(ballot, ReduceOp.MAX)
-            self._vote = (work, time.monotonic())
-            work.wait()
-            self._vote = None
-            return
-        raw = group.raw
-        if raw is None:
-            raise Aborted(self._aborted or "the process groups were aborted")
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's own stub is at odds with it
-        options.timeout = timedelta(seconds=timeout_s)
+        work = group.allreduce(ballot, ReduceOp.MAX, timeout_s=timeout_s)
+        self._vote = (work, time.monotonic())
         try:
-            raw.allreduce([ballot], options).wait()
-        except RuntimeError as error:
-            why = self._aborted
-            raise Aborted(why) if why else GroupError(first_line(error)) from error
+            work.wait()
+        finally:
+            self._vote = None
 
 
 def first_line(error: BaseException) -> str:

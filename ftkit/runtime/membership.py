@@ -91,11 +91,15 @@ class Membership:
                 failed = first_line(self.error) if self.error is not None else "the epoch was left"
                 if self.error_is_own:  # the others will read it
                     failed = f"{self._settings.replica_id}: {failed}"
-            self._links.abort(failed or "the epoch ended as planned")
+            if failed:
+                self._links.abort(failed)
+            # Else the groups end gently, when all have met in the next epoch: nobody's last vote is cut off.
         with self._lock:
             self.error, self.error_is_own = None, False
             self.epoch = None
-        self._inbox.clear_epoch()
+        dropped = self._inbox.clear_epoch()
+        if dropped is not None and not failed:
+            failed = f"{self._settings.replica_id} had given up waiting when epoch {dropped} was offered"
         return failed
 
     def farewell(self) -> None:
@@ -112,7 +116,9 @@ class Membership:
         self.record("want")
         self._links.begin()
         version = self._lineage.version
-        self._keeper.send(WantEpoch(version=version, failed=failed, shrink_only=shrink_only))
+        self._keeper.send(
+            WantEpoch(version=version, failed=failed, shrink_only=shrink_only, offered=self._inbox.offered)
+        )
 
     def wait_offer(self, timeout_s: float, interrupted: Callable[[], bool]) -> EpochOffer | None:
         """Wait for an epoch, and say now and then what for; None when interrupted.

@@ -15,7 +15,7 @@ from torch.distributed import Work
 
 from ftkit.config import Settings
 from ftkit.core.plan import Plan
-from ftkit.core.vote import BALLOT_SIZE, Lineage, Verdict, tally
+from ftkit.core.vote import Lineage, Verdict, tally
 from ftkit.errors import FtkitError, GroupError, HealError, Left, StepFailed
 from ftkit.keeper.client import KeeperClient
 from ftkit.keeper.messages import EpochOffer, GoodbyeKeeper
@@ -72,7 +72,6 @@ class Step:
         self._failures_in_a_row = 0
         self._own_failures = 0
         self._first_commit_due = False
-        self._ballot = torch.zeros(BALLOT_SIZE, dtype=torch.int64)
         self.collectives = Collectives(self._launch, self.fail)
         self._reformer = Reformer(membership, lambda: self.collectives, self._may_salvage)
 
@@ -207,15 +206,15 @@ class Step:
             self.membership.report(FtkitError(fence))
         ballot = self.lineage.votes(fence is None)
         ballot[1] = int(self._wish(epoch.id))
-        self._ballot.copy_(torch.tensor(ballot))
+        reduced = torch.tensor(ballot)
         verdict = None
         try:
-            self._links.agree(self._ballot)
+            self._links.agree(reduced)
         except GroupError as error:
             self.membership.report(error)
         else:
             verdict = tally(
-                self._ballot.tolist(),
+                reduced.tolist(),
                 participants=plan.num_replicas,
                 min_replicas=self._settings.min_replicas,
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ftkit.errors import FtkitError, GroupError
+from ftkit.errors import FtkitError
 from ftkit.runtime.links import Links
 
 
@@ -35,14 +35,8 @@ class Weights:
         """
         if not 0.0 <= weight < float("inf"):
             raise FtkitError(f"a weight must be finite and not negative, got {weight}")
-        raw = self._links.control.raw
-        if raw is None:
-            raise GroupError("the process groups were aborted")
         total = torch.tensor([weight], dtype=torch.float64)
-        try:
-            raw.allreduce([total]).wait()
-        except Exception as error:
-            raise GroupError(f"could not agree on the weights: {error}") from error
+        self._links.control.allreduce(total).wait()
         if total.item() == 0.0:
             raise FtkitError("the weights of all members are zero in this step")
         self._scale = weight / total.item()
