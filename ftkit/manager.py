@@ -85,11 +85,10 @@ class Manager:
         if state_dict is not None and load_state_dict is not None:
             self._state.register("user", load_state_dict, state_dict)
 
-        self._token = ""
         self._progress = Progress()
         self._inbox = Inbox(lambda epoch, why: self._step.abort(epoch, why))
         self._transport = transport or HTTPTransport(
-            token=lambda: self._token, bind=self.settings.bind, advertise=self.settings.advertise
+            token=self._job_token, bind=self.settings.bind, advertise=self.settings.advertise
         )
         self._links = Links(self.settings, pg or self._default_group())
         self._bootstrap = Bootstrap(
@@ -138,6 +137,11 @@ class Manager:
         host = "" if self.settings.bind in WILDCARDS else self.settings.bind
         return ProcessGroupGloo(timeout_s=self.settings.collective_timeout, hostname=host)
 
+    def _job_token(self) -> str:
+        """The secret of the job, empty before it is joined; it changes when a wiped etcd is filled anew."""
+        welcome = self._inbox.welcome
+        return "" if welcome is None else welcome.job_token
+
     # -- the step ----------------------------------------------------------------------------------
 
     def start_step(self) -> None:
@@ -151,7 +155,6 @@ class Manager:
         """
         if not self._joined:
             welcome = self._bootstrap.join()
-            self._token = welcome.job_token
             self._progress.open(welcome.progress_file, self.settings.group_rank)
             self._joined = True
         if self._step.committing:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 
 import msgspec
-import torch
 
 from ftkit.core.model import Record
 from ftkit.core.plan import Plan
@@ -124,7 +123,6 @@ class Healer:
 
     def _meet(self, failed: bool) -> None:
         """Wait for all members of the epoch; a source must not train on while its tensors are read."""
-        ballot = torch.tensor([int(failed)], dtype=torch.int64)
-        self._links.agree(ballot, timeout_s=self._timeout_s)
-        if ballot.item() and not failed:
+        (failures,) = self._links.agree([int(failed)], timeout_s=self._timeout_s)
+        if failures and not failed:
             raise GroupError("a member of the epoch could not heal")

@@ -1,4 +1,4 @@
-"""The process groups of one epoch: gradients, votes, and the votes inside a replica group.
+"""What connects the members of one epoch: the gradients' process group, the votes, the votes inside a group.
 
 They are configured together, aborted together, and live exactly as long as the epoch.
 """
@@ -7,42 +7,37 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Mapping
-
-import torch
-from torch.distributed import ReduceOp, Work
 
 from ftkit.config import Settings
 from ftkit.core.model import Record
 from ftkit.core.plan import Plan
 from ftkit.errors import Aborted
+from ftkit.groups.ballots import BallotBox
 from ftkit.groups.base import ProcessGroup
-from ftkit.groups.gloo import ProcessGroupGloo
 
 _SOURCE = re.compile(r"\[/[^\]]*\.(cc|cpp|h):\d+\] ")
 WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class Links:
-    """All process groups of a rank."""
+    """All that connects a rank with its peers in one epoch."""
 
     def __init__(self, settings: Settings, data: ProcessGroup) -> None:
-        """Hold `data` for the gradients, and gloo groups of its own for the votes."""
+        """Hold `data` for the gradients, and ballot boxes for the votes."""
         self._settings = settings
-        self.data = data
         host = "" if settings.bind in WILDCARDS else settings.bind
-        self.control = ProcessGroupGloo(timeout_s=settings.collective_timeout, hostname=host)
-        self.inner: ProcessGroup | None = None
+        self.data = data
+        self.votes = BallotBox(timeout_s=settings.collective_timeout, hostname=host)
+        self.inner: BallotBox | None = None
         if settings.group_world_size > 1:
-            self.inner = ProcessGroupGloo(timeout_s=settings.collective_timeout, hostname=host)
+            self.inner = BallotBox(timeout_s=settings.collective_timeout, hostname=host)
         self._lock = threading.Lock()
         self._aborted: str | None = "not configured yet"
-        self._vote: tuple[Work, float] | None = None
 
-    def _groups(self) -> list[ProcessGroup]:
-        groups = [self.control, self.data]
-        return groups if self.inner is None else [*groups, self.inner]
+    def _parts(self) -> list[ProcessGroup | BallotBox]:
+        parts: list[ProcessGroup | BallotBox] = [self.votes, self.data]
+        return parts if self.inner is None else [*parts, self.inner]
 
     def begin(self) -> None:
         """Allow the next `configure`; an `abort` from here on also stops one that is on its way."""
@@ -59,15 +54,16 @@ class Links:
         settings = self._settings
         rank, timeout = settings.group_rank, settings.rendezvous_timeout
         store = records[plan.store].rendezvous
-        for name, group in (("control", self.control), ("data", self.data)):
+        prefix = f"{settings.job}/{plan.epoch}/{rank}"
+        outer: list[tuple[str, ProcessGroup | BallotBox]] = [("votes", self.votes), ("data", self.data)]
+        for name, part in outer:
             self._check()
-            prefix = f"{settings.job}/{plan.epoch}/{rank}/{name}"
-            group.configure(store, prefix, plan.replica_rank, plan.num_replicas, timeout_s=timeout)
+            part.configure(store, f"{prefix}/{name}", plan.replica_rank, plan.num_replicas, timeout_s=timeout)
         if self.inner is not None:
             self._check()
             store = records[replica_id].rendezvous
-            prefix = f"{settings.job}/{plan.epoch}/inner"
-            self.inner.configure(store, prefix, rank, settings.group_world_size, timeout_s=timeout)
+            inside = f"{settings.job}/{plan.epoch}/inside"
+            self.inner.configure(store, inside, rank, settings.group_world_size, timeout_s=timeout)
         self._check()
 
     def _check(self) -> None:
@@ -78,35 +74,28 @@ class Links:
         """End all work in flight; returns when nothing can write into a tensor any more. Any thread."""
         with self._lock:
             self._aborted = self._aborted or why
-        for group in self._groups():
-            group.abort(why)
+        for part in self._parts():
+            part.abort(why)
 
     def voting_since(self) -> float | None:
         """Say since when a vote waits for its peers (monotonic clock), or None; for the watchdog."""
-        vote = self._vote
-        return None if vote is None or vote[0].is_completed() else vote[1]
+        boxes = [self.votes] if self.inner is None else [self.votes, self.inner]
+        return next((since for box in boxes if (since := box.waiting_since()) is not None), None)
 
     def close(self) -> None:
         """Give everything back."""
-        for group in self._groups():
-            group.close()
+        for part in self._parts():
+            part.close()
 
-    def agree(self, ballot: torch.Tensor, *, inside: bool = False, timeout_s: float | None = None) -> None:
-        """Reduce a small integer tensor with MAX over the members (or the group's ranks), in place.
+    def agree(self, values: list[int], *, inside: bool = False, timeout_s: float | None = None) -> list[int]:
+        """Return the greatest of all members' values (or of the group's ranks'), place by place.
 
         Raises:
             GroupError: it failed, or took longer than `timeout_s` (default: the collective timeout).
         """
-        group = self.inner if inside else self.control
-        assert group is not None, "one rank agrees with itself"
-        if group.configured and group.size == 1:
-            return
-        work = group.allreduce(ballot, ReduceOp.MAX, timeout_s=timeout_s)
-        self._vote = (work, time.monotonic())
-        try:
-            work.wait()
-        finally:
-            self._vote = None
+        box = self.inner if inside else self.votes
+        assert box is not None, "one rank agrees with itself"
+        return box.highest(values, timeout_s=timeout_s)
 
 
 def first_line(error: BaseException) -> str:

@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
-
 from ftkit.config import Settings
 from ftkit.core.model import Epoch
 from ftkit.core.plan import Plan
@@ -105,7 +103,7 @@ class Membership:
     def farewell(self) -> None:
         """See that all members have read the last vote before anyone closes its sockets."""
         try:
-            self._links.agree(torch.zeros(1, dtype=torch.int64), timeout_s=FAREWELL_S)
+            self._links.agree([0], timeout_s=FAREWELL_S)
         except GroupError as error:
             logger.debug("not everyone said farewell: %s", error)
 
@@ -165,11 +163,12 @@ class Membership:
         )
         return plan
 
-    def agree(self, ballot: torch.Tensor) -> None:
-        """Reduce a ballot over all members, and over all ranks of this group (MAX)."""
-        self._links.agree(ballot)
+    def agree(self, doubt: bool) -> bool:
+        """Say whether any member, or any rank of this group, has a doubt."""
+        doubts = self._links.agree([int(doubt)])
         if self._links.inner is not None:
-            self._links.agree(ballot, inside=True)
+            doubts = self._links.agree(doubts, inside=True)
+        return bool(doubts[0])
 
     def record(self, kind: str, **detail: object) -> None:
         """Record an event of the timeline at the current epoch and step."""

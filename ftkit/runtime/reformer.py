@@ -10,8 +10,6 @@ import logging
 import threading
 from collections.abc import Callable
 
-import torch
-
 from ftkit.errors import FtkitError, GroupError
 from ftkit.keeper.messages import EpochOffer
 from ftkit.runtime.collectives import Collectives
@@ -109,13 +107,12 @@ class Reformer:
                 return
             try:
                 plan = membership.meet(offer)
-                cannot = torch.tensor([int(bool(plan.healing) or not collectives.can_salvage())])
-                membership.agree(cannot)
+                lost = membership.agree(bool(plan.healing) or not collectives.can_salvage())
             except GroupError as error:
                 membership.report(error)
                 logger.info("salvaging: epoch %d came to nothing: %s", offer.epoch.id, first_line(error))
                 continue
-            if cannot.item():
+            if lost:
                 self.unfinished = offer
                 collectives.fail()
                 return

@@ -206,15 +206,14 @@ class Step:
             self.membership.report(FtkitError(fence))
         ballot = self.lineage.votes(fence is None)
         ballot[1] = int(self._wish(epoch.id))
-        reduced = torch.tensor(ballot)
         verdict = None
         try:
-            self._links.agree(reduced)
+            reduced = self._links.agree(ballot)
         except GroupError as error:
             self.membership.report(error)
         else:
             verdict = tally(
-                reduced.tolist(),
+                reduced,
                 participants=plan.num_replicas,
                 min_replicas=self._settings.min_replicas,
             )
@@ -229,13 +228,13 @@ class Step:
         lost = int(verdict is None)
         no = int(verdict is None or not verdict.commit)
         switch = int(verdict is None or verdict.reconfigure)
-        ballot = torch.tensor([lost, no, switch, int(self.leaving is not None)])
+        ballot = [lost, no, switch, int(self.leaving is not None)]
         try:
-            self._links.agree(ballot, inside=True)
+            ballot = self._links.agree(ballot, inside=True)
         except GroupError as error:
             self.membership.report(error)
             return None
-        lost, no, switch, leaving = ballot.tolist()
+        lost, no, switch, leaving = ballot
         if leaving and self.leaving is None:
             self.leaving = "another rank of the group leaves"
         if lost:
@@ -319,7 +318,7 @@ class Step:
             self._progress.mark(Phase.CONFIGURING)
             self.membership.meet(offer)
             # One who salvages a step meets us here too, and must hear that we cannot.
-            self.membership.agree(torch.ones(1, dtype=torch.int64))
+            self.membership.agree(True)
         except GroupError as error:
             self._come_to_nothing(offer, error)
         else:
@@ -355,7 +354,7 @@ class Step:
             membership.record("healing", sources=list(plan.sources))
         healed = self._healer.run(plan, offer.records, self.lineage, self._settle)
         if self._links.inner is not None:
-            self._links.agree(torch.zeros(1, dtype=torch.int64), inside=True)
+            self._links.agree([0], inside=True)
         if healed is not None:
             self._progress.healed(healed.bytes)
             membership.record("healed", bytes=healed.bytes, seconds=healed.seconds)

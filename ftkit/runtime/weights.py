@@ -35,11 +35,10 @@ class Weights:
         """
         if not 0.0 <= weight < float("inf"):
             raise FtkitError(f"a weight must be finite and not negative, got {weight}")
-        total = torch.tensor([weight], dtype=torch.float64)
-        self._links.control.allreduce(total).wait()
-        if total.item() == 0.0:
+        total = self._links.votes.total(weight)
+        if total == 0.0:
             raise FtkitError("the weights of all members are zero in this step")
-        self._scale = weight / total.item()
+        self._scale = weight / total
 
     def apply(self, tensor: torch.Tensor, participants: int) -> None:
         """Scale this rank's contribution in place, so that the sum over all members is the average."""

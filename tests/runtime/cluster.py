@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -145,4 +146,4 @@ class Cluster:
 def longest_gap(commits: list[dict], since: float, until: float) -> float:
     """Return the longest time between two commits around a stretch of time, in seconds."""
     times = [r["t"] for r in commits]
-    return max(b - a for a, b in zip(times, times[1:], strict=False) if b > since and a < until)
+    return max(b - a for a, b in itertools.pairwise(times) if b > since and a < until)

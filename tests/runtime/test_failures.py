@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -148,7 +149,7 @@ def test_a_held_gil_does_not_lose_the_lease(cluster: MakeCluster, etcd_url: str)
 
 def _longest_pause(group: Group) -> float:
     times = [r["t"] for r in group.commits()]
-    return max(b - a for a, b in zip(times, times[1:], strict=False))
+    return max(b - a for a, b in itertools.pairwise(times))
 
 
 def test_a_dead_keeper_is_replaced_without_a_lost_step(cluster: MakeCluster, etcd_url: str) -> None:

@@ -57,7 +57,7 @@ def test_a_frozen_etcd_that_loses_every_lease_costs_at_most_one_epoch(
 
 
 def test_a_wiped_etcd_is_given_its_epoch_back(cluster: MakeCluster, own_etcd: EtcdServer) -> None:
-    """I8: the data is gone; the running members know better than an empty etcd, and a joiner heals from them."""
+    """I8: the running members know better than an empty etcd, and a joiner heals from them."""
     c = cluster(own_etcd.url, lease_ttl=2)
     groups = c.start_all(2)
     own_etcd.wipe()
