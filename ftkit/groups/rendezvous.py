@@ -19,6 +19,8 @@ from ftkit.groups.link import StoreLink
 from ftkit.groups.session import Session
 from ftkit.groups.sockets import leak
 
+_FREE_LATER_S = 0.2
+
 _GIVE_UP_GRACE_S = 0.05
 """How long a rendezvous that is given up may take to end before it is left to end by itself."""
 
@@ -135,7 +137,10 @@ class Attempt:
             self._done.set()
             self.settled.set()
         try:
-            # The destructors of a torch group take some 10 ms; nobody waits for them here.
+            if self._leftovers:
+                # The destructors of a torch group take some 10 ms, and hold the GIL: not just now, when the
+                # training thread has work to do.
+                time.sleep(_FREE_LATER_S)
             while self._leftovers:
                 session = self._leftovers.pop()
                 session.drain(1.0)

@@ -43,38 +43,43 @@ class Healer:
         self._links = links
         self._group_rank = group_rank
         self._timeout_s = timeout_s
+        self._healed: Healed | None = None
+        self._failure: Exception | None = None
 
-    def run(
+    def prepare(
         self, plan: Plan, records: Mapping[str, Record], lineage: Lineage, settle: Callable[[], bool]
-    ) -> Healed | None:
-        """Serve, fetch, or wait, until all members of the epoch hold its state.
+    ) -> None:
+        """Begin to serve, or receive; what fails is told by `complete`, since the others must hear of it.
 
-        `settle` applies the update that was in doubt, when that is all that is missing, and says whether
-        it could. Returns what was received, or None when nothing was.
+        Needs no process group, so that it can run while these are configured. `settle` applies the update
+        that was in doubt, when that is all that is missing, and says whether it could.
+        """
+        name = f"{plan.epoch}.{plan.version}.{self._group_rank}"
+        self._healed, self._failure = None, None
+        try:
+            if plan.heals:
+                self._healed = self._receive(name, plan, records, lineage, settle)
+            else:
+                self._transport.publish(name, self._state.save())
+        except Exception as error:
+            self._failure = error
+
+    def complete(self, plan: Plan) -> Healed | None:
+        """Wait until all members of the epoch hold its state; return what was received, if anything was.
 
         Raises:
             HealError: the state could not be received; this member is broken until it heals again (I5).
             GroupError: another member failed to heal, or disappeared.
         """
-        if not plan.healing:
-            return None
-        name = f"{plan.epoch}.{plan.version}.{self._group_rank}"
-        healed = None
-        failure: Exception | None = None
-        if plan.heals:
-            try:
-                healed = self._receive(name, plan, records, lineage, settle)
-            except Exception as error:  # whatever it is, the others must hear of it before it goes on
-                failure = error
-        else:
-            self._transport.publish(name, self._state.save())
-        try:
-            self._meet(failure is not None)
-        finally:
-            self._transport.withdraw()
+        failure, healed = self._failure, self._healed
+        self._meet(failure is not None)
         if failure is not None:
             raise HealError(f"could not heal to version {plan.version}: {failure}") from failure
         return healed
+
+    def end(self) -> None:
+        """Serve no longer."""
+        self._transport.withdraw()
 
     def abort(self) -> None:
         """End a fetch in flight; any thread."""

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.distributed import Work
 
 from ftkit.config import Settings
 from ftkit.core.model import Record
@@ -15,6 +18,7 @@ from ftkit.core.plan import Plan
 from ftkit.errors import Aborted
 from ftkit.groups.ballots import BallotBox
 from ftkit.groups.base import ProcessGroup
+from ftkit.runtime.side_by_side import Background
 
 _SOURCE = re.compile(r"\[/[^\]]*\.(cc|cpp|h):\d+\] ")
 WILDCARDS = ("", "0.0.0.0", "::")
@@ -32,6 +36,8 @@ class Links:
         self.inner: BallotBox | None = None
         if settings.group_world_size > 1:
             self.inner = BallotBox(timeout_s=settings.collective_timeout, hostname=host)
+        self._forming = Background()
+        self._form: Callable[[], None] = self._check
         self._lock = threading.Lock()
         self._aborted: str | None = "not configured yet"
 
@@ -45,7 +51,7 @@ class Links:
             self._aborted = None
 
     def configure(self, plan: Plan, records: Mapping[str, Record], replica_id: str) -> None:
-        """Meet the members of an epoch.
+        """Meet the members of an epoch for their votes; `form` then forms the gradients' group.
 
         Raises:
             Aborted: `abort` was called meanwhile.
@@ -55,16 +61,32 @@ class Links:
         rank, timeout = settings.group_rank, settings.rendezvous_timeout
         store = records[plan.store].rendezvous
         prefix = f"{settings.job}/{plan.epoch}/{rank}"
-        outer: list[tuple[str, ProcessGroup | BallotBox]] = [("votes", self.votes), ("data", self.data)]
-        for name, part in outer:
-            self._check()
-            part.configure(store, f"{prefix}/{name}", plan.replica_rank, plan.num_replicas, timeout_s=timeout)
+        place = (plan.replica_rank, plan.num_replicas)
+        self._check()
+        self._forming.finish()
+        self._form = lambda: self.data.configure(store, f"{prefix}/data", *place, timeout_s=timeout)
+        self.votes.configure(store, f"{prefix}/votes", *place, timeout_s=timeout)
         if self.inner is not None:
             self._check()
-            store = records[replica_id].rendezvous
+            own = records[replica_id].rendezvous
             inside = f"{settings.job}/{plan.epoch}/inside"
-            self.inner.configure(store, inside, rank, settings.group_world_size, timeout_s=timeout)
+            self.inner.configure(own, inside, rank, settings.group_world_size, timeout_s=timeout)
         self._check()
+
+    def form(self) -> None:
+        """Begin to form the gradients' group in the background: the first gradient will wait for it."""
+        self._forming.start(self._form)
+
+    def reduce(self, tensor: torch.Tensor) -> Work:
+        """Start to sum a tensor over the members, in place; waits for the group if that is still forming.
+
+        Raises:
+            GroupError: the group could not be formed, or was aborted.
+        """
+        error = self._forming.finish()
+        if error is not None:
+            raise error
+        return self.data.allreduce(tensor)
 
     def _check(self) -> None:
         if self._aborted is not None:
@@ -86,6 +108,7 @@ class Links:
         """Give everything back."""
         for part in self._parts():
             part.close()
+        self._forming.finish()
 
     def agree(self, values: list[int], *, inside: bool = False, timeout_s: float | None = None) -> list[int]:
         """Return the greatest of all members' values (or of the group's ranks'), place by place.

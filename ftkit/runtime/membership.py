@@ -137,22 +137,27 @@ class Membership:
                 reported = now
                 logger.warning("still waiting after %.0f s: %s", now - begun, self._inbox.waiting)
 
-    def meet(self, offer: EpochOffer) -> Plan:
-        """Configure the process groups of an epoch; from here on errors count for it.
-
-        Raises:
-            GroupError: it came to nothing.
-        """
+    def enter(self, offer: EpochOffer) -> Plan:
+        """Take an offer; from here on errors count for its epoch."""
         epoch, me = offer.epoch, self._settings.replica_id
         plan = self._lineage.enter(epoch, me, init_sync=self._settings.init_sync)
         with self._lock:
             self.error, self.error_is_own = None, False
             self.epoch, self.plan = epoch, plan
         self.record("epoch", members=[s.replica_id for s in epoch.seats])
+        return plan
+
+    def meet(self, plan: Plan, offer: EpochOffer) -> None:
+        """Configure the process groups of the epoch that was entered.
+
+        Raises:
+            GroupError: it came to nothing.
+        """
+        epoch = offer.epoch
         over = self._inbox.over.get(epoch.id)
-        if over is not None:  # the news came before `epoch` was set
+        if over is not None:  # the news came before the epoch was entered
             raise Aborted(over)
-        self._links.configure(plan, offer.records, me)
+        self._links.configure(plan, offer.records, self._settings.replica_id)
         self.record("configured")
         logger.info(
             "epoch %d with %d members: %s (%s)",
@@ -161,7 +166,6 @@ class Membership:
             ", ".join(s.replica_id for s in epoch.seats[:8]),
             epoch.reason,
         )
-        return plan
 
     def agree(self, doubt: bool) -> bool:
         """Say whether any member, or any rank of this group, has a doubt."""

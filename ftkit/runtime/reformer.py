@@ -29,11 +29,19 @@ class Reformer:
     """The thread that changes the members in the middle of a step."""
 
     def __init__(
-        self, membership: Membership, collectives: Callable[[], Collectives], may_salvage: Callable[[], bool]
+        self,
+        membership: Membership,
+        collectives: Callable[[], Collectives],
+        *,
+        form: Callable[[], None],
+        may_salvage: Callable[[], bool],
     ) -> None:
-        """`may_salvage` says whether the training thread is inside of a step that is not lost otherwise."""
+        """`form` forms the gradients' group of an epoch that was met.
+
+        `may_salvage` says whether the training thread is inside of a step that is not lost otherwise."""
         self._membership = membership
         self._collectives = collectives
+        self._form = form
         self._may_salvage = may_salvage
         self._changed = threading.Condition()
         self.unfinished: EpochOffer | None = None
@@ -106,7 +114,8 @@ class Reformer:
                 collectives.fail()
                 return
             try:
-                plan = membership.meet(offer)
+                plan = membership.enter(offer)
+                membership.meet(plan, offer)
                 lost = membership.agree(bool(plan.healing) or not collectives.can_salvage())
             except GroupError as error:
                 membership.report(error)
@@ -116,5 +125,6 @@ class Reformer:
                 self.unfinished = offer
                 collectives.fail()
                 return
+            self._form()
             membership.record("salvaged")
             collectives.resume()

@@ -27,6 +27,7 @@ from ftkit.runtime.links import Links, first_line
 from ftkit.runtime.membership import Membership
 from ftkit.runtime.progress import Progress
 from ftkit.runtime.reformer import Reformer
+from ftkit.runtime.side_by_side import SideBySide
 from ftkit.runtime.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ class Step:
         self._own_failures = 0
         self._first_commit_due = False
         self.collectives = Collectives(self._launch, self.fail)
-        self._reformer = Reformer(membership, lambda: self.collectives, self._may_salvage)
+        self._reformer = Reformer(
+            membership, lambda: self.collectives, form=links.form, may_salvage=self._may_salvage
+        )
 
     # -- what other threads may call ---------------------------------------------------------------
 
@@ -159,7 +162,7 @@ class Step:
         assert plan is not None, "a started step has a plan"
         if average:
             self._weights.apply(tensor, plan.num_replicas)
-        return self._links.data.allreduce(tensor) if plan.num_replicas > 1 else None
+        return self._links.reduce(tensor) if plan.num_replicas > 1 else None
 
     def set_weight(self, weight: float) -> None:
         """Enter the step's averages with this weight."""
@@ -314,16 +317,33 @@ class Step:
     def _enter(self, offer: EpochOffer) -> None:
         """Meet the members and heal; when that fails, `membership.error` says why."""
         self._blocked_since = time.monotonic()
+        self._progress.mark(Phase.CONFIGURING)
+        plan = self.membership.enter(offer)
+        meeting = SideBySide(lambda: self.membership.meet(plan, offer), self._healer.abort)
         try:
-            self._progress.mark(Phase.CONFIGURING)
-            self.membership.meet(offer)
+            with meeting:  # the state travels meanwhile
+                self._prepare_heal(plan, offer)
             # One who salvages a step meets us here too, and must hear that we cannot.
             self.membership.agree(True)
-        except GroupError as error:
+            self._complete_heal(plan)
+        except (GroupError, HealError) as error:
             self._come_to_nothing(offer, error)
-        else:
-            self._finish_entering(offer)
         finally:
+            self._healer.end()
+            self._blocked_since = None
+
+    def _finish_entering(self, offer: EpochOffer) -> None:
+        """Heal whoever is behind in an epoch that the reformer has met already, this member or another."""
+        plan = self.membership.plan
+        assert plan is not None, "met with a plan"
+        self._blocked_since = time.monotonic()
+        try:
+            self._prepare_heal(plan, offer)
+            self._complete_heal(plan)
+        except (GroupError, HealError) as error:
+            self._come_to_nothing(offer, error)
+        finally:
+            self._healer.end()
             self._blocked_since = None
 
     def _come_to_nothing(self, offer: EpochOffer, error: Exception) -> None:
@@ -331,30 +351,22 @@ class Step:
         self._links.abort(first_line(error))
         logger.warning("epoch %d came to nothing: %s", offer.epoch.id, first_line(error))
 
-    def _finish_entering(self, offer: EpochOffer) -> None:
-        """Heal whoever is behind, this member or another."""
-        plan = self.membership.plan
-        assert plan is not None, "met with a plan"
-        self._first_commit_due = True
-        self._blocked_since = time.monotonic()
-        try:
-            if plan.healing:
-                self._progress.mark(Phase.HEALING)
-                self._heal(plan, offer)
-        except (GroupError, HealError) as error:
-            self._come_to_nothing(offer, error)
-        else:
-            self.lineage.forget_undecided()
-        finally:
-            self._blocked_since = None
-
-    def _heal(self, plan: Plan, offer: EpochOffer) -> None:
-        membership = self.membership
+    def _prepare_heal(self, plan: Plan, offer: EpochOffer) -> None:
+        if not plan.healing:
+            return
+        self._progress.mark(Phase.HEALING)
         if plan.heals:
-            membership.record("healing", sources=list(plan.sources))
-        healed = self._healer.run(plan, offer.records, self.lineage, self._settle)
-        if self._links.inner is not None:
+            self.membership.record("healing", sources=list(plan.sources))
+        self._healer.prepare(plan, offer.records, self.lineage, self._settle)
+
+    def _complete_heal(self, plan: Plan) -> None:
+        healed = self._healer.complete(plan) if plan.healing else None
+        if plan.healing and self._links.inner is not None:
             self._links.agree([0], inside=True)
+        self._links.form()
+        self.lineage.forget_undecided()
+        self._first_commit_due = True
+        membership = self.membership
         if healed is not None:
             self._progress.healed(healed.bytes)
             membership.record("healed", bytes=healed.bytes, seconds=healed.seconds)

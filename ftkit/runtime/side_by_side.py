@@ -1,0 +1,75 @@
+"""Do one piece of work beside another, on a thread of its own.
+
+It knows nothing of either.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+AGAIN_S = 0.05
+
+
+class SideBySide:
+    """Run `work` beside the body of a `with` statement, whose end waits for it and raises what it raised."""
+
+    def __init__(self, work: Callable[[], None], cancel: Callable[[], None]) -> None:
+        """When `work` fails, `cancel` is called until the body has ended."""
+        self._work = work
+        self._cancel = cancel
+        self._error: BaseException | None = None
+        self._body_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ftkit-side", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # handed to the training thread
+            self._error = error
+            self._cancel()
+            while not self._body_ended.wait(AGAIN_S):  # what the body had not begun yet
+                self._cancel()
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the other; an error of the body goes first."""
+        self._body_ended.set()
+        self._thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
+
+
+class Background:
+    """One piece of work at a time that nobody waits for until its result is needed."""
+
+    def __init__(self) -> None:
+        """Nothing is under way."""
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin; the last piece must have been finished."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # handed to whoever finishes
+                self._error = error
+
+        self._error = None
+        self._thread = threading.Thread(target=run, name="ftkit-background", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> Exception | None:
+        """Wait for the end of what is under way; return its error, each time it is asked."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._error
