@@ -146,7 +146,7 @@ class Settings:
         shown="0.3",
     )
     freeze_grace: float = _setting(
-        "time for members to put their keys back after etcd itself stood still",
+        "a trainer whose process stands still (SIGSTOP, debugger) is given up after this long",
         values.seconds(),
         shown="`lease_ttl`",
     )
