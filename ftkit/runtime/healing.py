@@ -16,9 +16,16 @@ from ftkit.core.model import Record
 from ftkit.core.plan import Plan
 from ftkit.core.vote import Lineage
 from ftkit.errors import GroupError, HealError
-from ftkit.runtime.links import Links
+from ftkit.runtime.links import Links, first_line
 from ftkit.runtime.state import StateRegistry
-from transport import Progress, Transport, TransportError
+from transport import (
+    Progress,
+    SourceError,
+    Transport,
+    TransportAborted,
+    TransportError,
+    TransportTimeout,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +81,17 @@ class Healer:
         failure, healed = self._failure, self._healed
         self._meet(failure is not None)
         if failure is not None:
-            raise HealError(f"could not heal to version {plan.version}: {failure}") from failure
+            what = "heal to" if plan.heals else "serve"
+            text = first_line(failure) if isinstance(failure, TransportError) else repr(failure)
+            raise HealError(f"could not {what} version {plan.version}: {text}") from failure
         return healed
+
+    @staticmethod
+    def is_own_fault(error: Exception) -> bool:
+        """Say whether trying again with other peers would not help: a state that does not fit, a callback."""
+        cause = error.__cause__
+        peers = (SourceError, TransportAborted, TransportTimeout, GroupError)
+        return isinstance(error, HealError) and cause is not None and not isinstance(cause, peers)
 
     def end(self) -> None:
         """Serve no longer."""
@@ -106,10 +122,7 @@ class Healer:
             received = p.bytes_done
 
         lineage.begin_heal()
-        try:
-            state = self._transport.fetch(sources, name, into, deadline_s=self._timeout_s, progress=progress)
-        except TransportError as error:
-            raise HealError(str(error)) from error
+        state = self._transport.fetch(sources, name, into, deadline_s=self._timeout_s, progress=progress)
         self._state.load(state)
         lineage.end_heal(plan.version)
         return Healed(bytes=received, seconds=time.monotonic() - begun, sources=plan.sources)

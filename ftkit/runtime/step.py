@@ -347,7 +347,7 @@ class Step:
             self._blocked_since = None
 
     def _come_to_nothing(self, offer: EpochOffer, error: Exception) -> None:
-        self.membership.report(error)
+        self.membership.report(error, own=self._healer.is_own_fault(error))
         self._links.abort(first_line(error))
         logger.warning("epoch %d came to nothing: %s", offer.epoch.id, first_line(error))
 
