@@ -7,9 +7,11 @@ optimizer = Optimizer(manager, optimizer)
 
 from __future__ import annotations
 
+import atexit
 import logging
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 
@@ -130,6 +132,7 @@ class Manager:
             self._step, self._inbox, self._progress, suspect_grace=self.settings.suspect_grace
         )
         self._joined = False
+        atexit.register(_shut_down, weakref.ref(self))
         if handle_sigterm:
             self._install_sigterm()
 
@@ -394,3 +397,10 @@ class Manager:
             self._inbox.wake()
 
         signal.signal(signal.SIGTERM, leave)
+
+
+def _shut_down(reference: weakref.ref[Manager]) -> None:
+    """A script that ends without `shutdown` leaves in order all the same."""
+    manager = reference()
+    if manager is not None:
+        manager.shutdown()
