@@ -319,12 +319,15 @@ class Step:
         self._blocked_since = time.monotonic()
         self._progress.mark(Phase.CONFIGURING)
         plan = self.membership.enter(offer)
-        meeting = SideBySide(lambda: self.membership.meet(plan, offer), self._healer.abort)
-        try:
-            with meeting:  # the state travels meanwhile
-                self._prepare_heal(plan, offer)
-            # One who salvages a step meets us here too, and must hear that we cannot.
+
+        def meet() -> None:
+            self.membership.meet(plan, offer)
+            # One who salvages a step meets us here too, and must hear that we cannot before it serves.
             self.membership.agree(True)
+
+        try:
+            with SideBySide(meet, self._healer.abort):  # the state travels meanwhile
+                self._prepare_heal(plan, offer)
             self._complete_heal(plan)
         except (GroupError, HealError) as error:
             self._come_to_nothing(offer, error)

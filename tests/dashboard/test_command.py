@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -50,8 +51,11 @@ def test_it_ends_at_once_when_etcd_is_away(tmp_path: Path, own_etcd: EtcdServer)
     with begin(tmp_path, "--json", "--listen", "127.0.0.1:0", "--etcd", own_etcd.url) as run:
         try:
             told = json.loads(run.stdout.readline())  # type: ignore[union-attr]
-            own_etcd.stop()
             deadline = time.monotonic() + 30
+            while not was_read(told["url"]):
+                assert time.monotonic() < deadline, "the job is not read"
+                time.sleep(0.05)
+            own_etcd.stop()
             while not etcd_error(told["url"]):
                 assert time.monotonic() < deadline, "the outage is not shown"
                 time.sleep(0.05)
@@ -62,6 +66,14 @@ def test_it_ends_at_once_when_etcd_is_away(tmp_path: Path, own_etcd: EtcdServer)
             assert run.stderr.read() == ""  # type: ignore[union-attr]
         finally:
             run.kill()
+
+
+def was_read(url: str) -> bool:
+    try:
+        return etcd_error(url) == ""
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
 
 
 def etcd_error(url: str) -> str:

@@ -39,7 +39,8 @@ def test_a_closed_store_leaves_nothing_behind() -> None:
     before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     for _ in range(5):
         RendezvousStore().close()
-    assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+    after = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    assert all(a <= b for a, b in zip(after, before, strict=True))  # what earlier tests left may still end
 
 
 def test_an_address_that_is_not_ours_is_refused() -> None:
