@@ -29,6 +29,7 @@ FLOORS = {
     "ftkit.dashboard": 7,
     "ftkit.demo": 7,
     "ftkit.bench": 7,
+    "ftkit.chaos": 7,
     "ftkit.cli": 8,
 }
 """The floor of each unit. A unit may import itself and units of lower floors, never a neighbour."""
@@ -43,6 +44,7 @@ NEIGHBOURS = {
 
 ENVIRONMENT = {
     "ftkit.config": "the one module that reads settings",
+    "transport.cli": "a token in a variable shows in no list of processes; the package knows no ftkit.config",
     "ftkit.groups.nccl": "torch takes the switch of NCCL's watchdog from the environment only",
 }
 """Modules that touch the environment, with the reason."""

@@ -44,6 +44,11 @@ NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.it
 ITEMSIZES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
+def codes() -> dict[str, str]:
+    """Return the name in a manifest of each code of safetensors that this version of torch has."""
+    return {code: name for name, code in _CODES.items() if code is not None and name in DTYPES}
+
+
 def safetensors_code(name: str) -> str | None:
     """Return the code of a dtype in safetensors files, or None when the format has none."""
     return _CODES.get(name)

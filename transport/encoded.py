@@ -62,7 +62,7 @@ class Encoded:
     @cached_property
     def header(self) -> bytes:
         """Return the head of the safetensors file: length, JSON and padding."""
-        return _header(self.manifest)
+        return file_header(self.manifest)
 
     @cached_property
     def file_etag(self) -> str:
@@ -124,7 +124,11 @@ def encode(state: object, *, version: str = "", chunk_bytes: int = DEFAULT_CHUNK
     return Encoded(manifest, layout.memories)
 
 
-def _header(manifest: Manifest) -> bytes:
+def file_header(manifest: Manifest) -> bytes:
+    """Return the head of the safetensors file that a manifest describes: length, JSON and padding."""
+    if manifest.file_header is not None:
+        given = manifest.file_header.encode()
+        return len(given).to_bytes(8, "little") + given
     primary: dict[int, TensorEntry] = {}
     for entry in sorted(manifest.tensors, key=lambda entry: entry.name):
         best = primary.get(entry.block)

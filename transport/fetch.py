@@ -45,11 +45,13 @@ class Fetch:
         *,
         deadline_s: float,
         progress: Callable[[Progress], None] | None,
+        make_plan: Callable[[Manifest], Plan] | None = None,
     ) -> None:
         if not sources:
             raise ValueError("a fetch needs at least one source")
         self.version = version
-        self._into, self._progress, self._deadline_s = into, progress, deadline_s
+        self._progress, self._deadline_s = progress, deadline_s
+        self._make_plan = make_plan or (lambda manifest: Plan(manifest, into))
         self._session = Session(sources, version, settings, deadline_s)
 
     def run(self) -> object:
@@ -59,7 +61,7 @@ class Fetch:
             for source in session.sources:
                 session.start_thread(Worker(session, source, first=True).run)
             manifest = self._wait_manifest()
-            plan = Plan(manifest, self._into)
+            plan = self._make_plan(manifest)
             with session.changed:
                 session.ledger = _new_ledger(manifest)
                 session.plan = plan
@@ -71,6 +73,11 @@ class Fetch:
             session.end()
         self._report()
         return plan.result()
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """Return what is known of each source."""
+        return self._session.sources
 
     def abort(self, error: BaseException) -> None:
         """Make `run` raise this error at once."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from transport.api import Progress
-from transport.encoded import encode
+from transport.encoded import Encoded, encode
 from transport.errors import TransportAborted, TransportError
 from transport.fetch import Fetch
+from transport.files import open_file
 from transport.link import Link
 from transport.manifest import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from transport.publication import Board, Publication
@@ -87,7 +89,18 @@ class HTTPTransport:
         """Serve the memory of the state's live tensors, without a copy, until `withdraw`."""
         self._check_open()
         self.withdraw()
-        encoded = encode(state, version=version, chunk_bytes=self._chunk_bytes)
+        self._put(encode(state, version=version, chunk_bytes=self._chunk_bytes))
+
+    def publish_file(self, version: str, path: str | Path) -> None:
+        """Serve the tensors of a safetensors file from its pages until `withdraw`.
+
+        The file must not change meanwhile. `state.safetensors` is then this very file, byte for byte.
+        """
+        self._check_open()
+        self.withdraw()
+        self._put(open_file(path, version=version, chunk_bytes=self._chunk_bytes))
+
+    def _put(self, encoded: Encoded) -> None:
         for device in encoded.devices:
             wait_for_device(device)  # what is queued on them belongs to the state
         self._board.put(Publication(encoded))

@@ -90,6 +90,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The skeleton of the state; `["T", i]` in it stands for `tensors[i]`."""
     hashes: str | None = None
     """The checksums of all chunks in hexadecimal, one after the other; None when not computed yet."""
+    file_header: str | None = None
+    """The header of the safetensors file that is served; None when it follows from all the rest."""
 
     @property
     def num_chunks(self) -> int:

@@ -1,0 +1,5 @@
+"""`python -m transport`."""
+
+from transport.cli import main
+
+raise SystemExit(main())
