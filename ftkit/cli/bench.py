@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 
 from ftkit.errors import ConfigError
 
@@ -15,6 +16,7 @@ examples:
   ftkit bench recovery                         kill one of three groups, again and again
   ftkit bench recovery --failure stop          freeze it instead
   ftkit bench recovery --failure backward      kill it inside its backward pass
+  ftkit bench transfer --sizes 256,1024        how fast a state moves, beside a bare socket
 
 All processes and an etcd are started on this machine. Quote medians, and ratios of one run.
 """
@@ -48,12 +50,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recovery.add_argument("--period-ms", type=float, default=45.0, help="computation of a step (default 45)")
     recovery.add_argument("--lease-ttl", type=int, default=5, help="life of a lease in seconds (default 5)")
     recovery.add_argument("--seed", type=int, default=0, help="of the moments of failure")
-    for each in (steady, recovery):
+    transfer = which.add_parser("transfer", help="how fast a state moves, and what that costs both sides")
+    transfer.add_argument(
+        "--sizes", type=_sizes, default=[256, 1024, 4096], metavar="MIB,...", help="default 256,1024,4096"
+    )
+    transfer.add_argument("--reps", type=int, default=3, help="rounds of all methods in turn (default 3)")
+    for each in (steady, recovery, transfer):
         each.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _sizes(text: str) -> list[int]:
+    """Read a list of sizes."""
+    sizes = [int(word) for word in text.split(",")]
+    if not all(1 <= size <= 1 << 20 for size in sizes):
+        raise ValueError(text)
+    return sizes
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print the figures."""
+    if args.benchmark == "transfer":
+        return _transfer(args)
     if args.groups < 2:
         raise ConfigError(f"--groups {args.groups}: a benchmark needs at least 2 replica groups")
     if args.benchmark == "steady":
@@ -72,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             period_ms=args.period_ms,
             lease_ttl=args.lease_ttl,
             seed=args.seed,
-            progress=(lambda text: None) if args.json else (lambda text: print(text, file=sys.stderr)),
+            progress=_progress(args),
         )
     if args.json:
         print(json.dumps(result))
@@ -80,4 +97,21 @@ def run(args: argparse.Namespace) -> int:
         for key, value in result.items():
             if key != "each":
                 print(f"{key:26} {value}")
+    return 0
+
+
+def _progress(args: argparse.Namespace) -> Callable[[str], None]:
+    return (lambda text: None) if args.json else (lambda text: print(text, file=sys.stderr))
+
+
+def _transfer(args: argparse.Namespace) -> int:
+    from ftkit.bench import transfer
+
+    if args.reps < 1:
+        raise ConfigError(f"--reps {args.reps}: at least 1")
+    result = transfer.measure(sizes=args.sizes, reps=args.reps, progress=_progress(args))
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    print(transfer.table(result))
     return 0
