@@ -78,8 +78,8 @@ class Manager:
         self._state = StateRegistry()
         self._commits: list[Callable[[], None]] = []
         self._aborts: list[Callable[[], None]] = []
-        self._update: Callable[[], None] | None = None
-        self._batches_committed = 0
+        self._update: Callable[[], bool | None] | None = None
+        self._batches_committed = self._voters = 0
         self._failed_step = False
         self._closed = False
         self._timeline = Timeline()
@@ -88,7 +88,7 @@ class Manager:
             self._state.register("user", load_state_dict, state_dict)
 
         self._progress = Progress()
-        self._inbox = Inbox(lambda epoch, why: self._step.abort(epoch, why))
+        self._inbox = Inbox(lambda m: self._step.abort(m.epoch, m.why, left_out=m.left_out))
         self._transport = transport or HTTPTransport(
             token=self._job_token, bind=self.settings.bind, advertise=self.settings.advertise
         )
@@ -202,7 +202,9 @@ class Manager:
         """Vote: True on every member of the epoch, or on none. The update is due after a True."""
         if not self._joined:
             self.start_step()
-        if self._step.vote():
+        committed = self._step.vote()
+        self._voters = self.num_participants()  # a vote in doubt is settled among other members
+        if committed:
             return True
         self._call(self._aborts)
         return False
@@ -215,7 +217,7 @@ class Manager:
         if not self._step.committing:
             return
         if error is None:
-            self._batches_committed += self.num_participants()
+            self._batches_committed += self._voters
         self._step.finish(error)
         if error is None:
             self._call(self._commits)
@@ -305,8 +307,12 @@ class Manager:
         """Let the job know the model's names, shapes and dtypes, so that a different one is refused."""
         self._state.declare_model(module, name)
 
-    def register_update(self, fn: Callable[[], None]) -> None:
-        """Give the function that applies the gradients at hand, for a commit in doubt (see `Lineage`)."""
+    def register_update(self, fn: Callable[[], bool | None]) -> None:
+        """Give the function that applies the gradients at hand, for a commit in doubt (see `Lineage`).
+
+        It returns False when it has changed nothing, as the gradients are not those that were voted on any
+        more: then this member heals instead. An error means that the update was applied in part.
+        """
         self._update = fn
 
     def drop_gradients(self) -> None:
@@ -335,10 +341,9 @@ class Manager:
 
     def _settle(self) -> bool:
         """Apply the update that was in doubt."""
-        if self._update is None:
+        if self._update is None or self._update() is False:
             return False
-        self._update()
-        self._batches_committed += self.num_participants()
+        self._batches_committed += self._voters
         self._call(self._commits)
         return True
 

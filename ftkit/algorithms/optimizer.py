@@ -193,16 +193,13 @@ class Optimizer(torch.optim.Optimizer):
         for scheduler in self._schedulers:
             scheduler.step()
 
-    def _settle(self) -> None:
-        """Apply the gradients of a step that turned out to be committed.
-
-        Raises:
-            FtkitError: they are no longer what was voted on; the member heals instead.
-        """
+    def _settle(self) -> bool:
+        """Apply the gradients of a step that turned out to be committed; False when they are not whole."""
         voted, self._undecided = self._undecided, None
         if voted is None or any(p.grad is not g or (g is not None and g._version != v) for p, g, v in voted):
-            raise FtkitError("the gradients that were voted on have been dropped or changed since")
+            return False
         self._update()
+        return True
 
     def _grads(self) -> Grads:
         """Return each parameter with its gradient and how often that has been written to."""

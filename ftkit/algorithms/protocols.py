@@ -74,8 +74,11 @@ class StepManager(StateManager, Protocol):
     def finish_step(self, error: BaseException | None = None) -> None:
         """Say that the committed step has been applied, or what went wrong while it was."""
 
-    def register_update(self, fn: Callable[[], None]) -> None:
-        """Give the function that applies the gradients at hand when a vote in doubt turns out to be won."""
+    def register_update(self, fn: Callable[[], bool | None]) -> None:
+        """Give the function that applies the gradients at hand when a vote in doubt turns out to be won.
+
+        It returns False when they are gone, and has changed nothing then.
+        """
 
     def drop_gradients(self) -> None:
         """Say that the last step's gradients are gone."""

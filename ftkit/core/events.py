@@ -205,6 +205,8 @@ class AbortWork(msgspec.Struct, frozen=True):
 
     epoch: int
     why: str
+    left_out: bool = False
+    """The others have gone on without this group: what it has in flight cannot be salvaged."""
 
 
 class Reconfigure(msgspec.Struct, frozen=True):

@@ -277,7 +277,13 @@ class Member:
         why = self._end_of(running, now)
         if why is not None:
             self._over = running.id
-            out.append(ev.AbortWork(running.id, why))
+            newest = self.seen.epoch
+            left_out = (
+                newest is not None
+                and newest.id > running.id
+                and not newest.names(self.replica_id, self.incarnation)
+            )
+            out.append(ev.AbortWork(running.id, why, left_out=left_out))
             return
         if self.seen.epoch is None or self.seen.epoch.seats != running.seats:
             return  # I8: it is being put back

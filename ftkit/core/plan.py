@@ -43,10 +43,11 @@ def plan(epoch: Epoch, replica_id: str, *, init_sync: bool = True) -> Plan:
     sources = [s.replica_id for s in epoch.seats if s.version == highest]
     if highest.step == 0 and init_sync:
         sources = sources[:1]
+    whole = set(sources)
     healing = [
         r
         for r, s in zip(ids, epoch.seats, strict=True)
-        if r not in sources and _behind(s.version, highest, init_sync)
+        if r not in whole and _behind(s.version, highest, init_sync)
     ]
     return Plan(
         epoch=epoch.id,

@@ -314,7 +314,8 @@ class Board:
         epoch = self._known.get(self.keys.epoch)
         if ticket is None or epoch is None or job.epoch is None or told.state != "training":
             return False
-        full = self._policy.max_replicas and len(job.epoch.seats) >= self._policy.max_replicas
+        limit = self._policy.max_replicas if job.config is None else job.config.max_replicas
+        full = limit and len(job.epoch.seats) >= limit
         waited = wall - job.epoch.time >= PASSED_OVER_S
         return bool(full) or (ticket.create_revision < epoch.mod_revision and waited)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ftkit.core.model import Epoch, Policy, Record, Seat, Version
+from ftkit.core.model import Epoch, JobConfig, Policy, Record, Seat, Version
 from ftkit.core.plan import Plan, plan
 from ftkit.core.quorum import Propose, View, decide, is_live, standing_ticket
 from ftkit.dashboard.job import Job
@@ -83,10 +83,21 @@ class Dater:
         )
 
 
+def job_policy(config: JobConfig, policy: Policy) -> Policy:
+    """Return the limits of a job: what its members have agreed on, the rest from `policy`."""
+    return msgspec.structs.replace(
+        policy,
+        min_replicas=config.min_replicas,
+        max_replicas=config.max_replicas,
+        outage_grace=config.outage_grace,
+        takeover_after=config.takeover_after,
+    )
+
+
 def report(job: Job, policy: Policy, *, now: float, wall: float, dater: Dater | None = None) -> Report:
     """Describe the job; `now` is monotonic, `wall` the time of day that epochs are stamped with."""
     if job.config is not None:
-        policy = msgspec.structs.replace(policy, min_replicas=job.config.min_replicas)
+        policy = job_policy(job.config, policy)
     view = (dater or Dater()).view(job, policy, now)
     state, reason = _state(job, view, policy, now)
     members = tuple(_members(job, view))

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
+DEFAULT_TIMEOUT_S = 60.0
+
 _DRAIN_S = 30.0
 """How long `abort` waits for pending operations; they end in milliseconds unless something is badly wrong."""
 
@@ -52,14 +54,21 @@ class _Absent(NamedTuple):
 class ProcessGroup(ABC):
     """A process group whose members change; `timeout_s` is how long one collective may take.
 
+    `timeout` is a synonym, a `timedelta` or seconds, as torch and torchft call it.
+
     One thread configures and launches collectives at a time; `abort`, `errored` and `close` may be called
     from any thread at any moment. `prefix` must be new for each rendezvous: an epoch's id, say.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
-        if timeout_s <= 0:
-            raise ConfigError(f"the timeout of a process group must be positive, not {timeout_s:g} s")
-        self.timeout_s = timeout_s
+    def __init__(self, timeout: timedelta | float | None = None, *, timeout_s: float | None = None) -> None:
+        if timeout is not None and timeout_s is not None:
+            raise ConfigError("give a process group `timeout` or `timeout_s`, not both: they mean the same")
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
+        given = timeout_s if timeout is None else timeout
+        self.timeout_s = DEFAULT_TIMEOUT_S if given is None else float(given)
+        if not self.timeout_s > 0:
+            raise ConfigError(f"the timeout of a process group must be positive, not {self.timeout_s:g} s")
         self._lock = threading.Lock()
         self._configuring = threading.Lock()
         self._session: Session | None = None

@@ -177,8 +177,15 @@ class ProcessGroupGloo(ProcessGroup):
     address from which the rendezvous store is reached, which is the loopback when the store is there.
     """
 
-    def __init__(self, *, timeout_s: float, hostname: str = "", interface: str = "") -> None:
-        super().__init__(timeout_s=timeout_s)
+    def __init__(
+        self,
+        timeout: timedelta | float | None = None,
+        *,
+        timeout_s: float | None = None,
+        hostname: str = "",
+        interface: str = "",
+    ) -> None:
+        super().__init__(timeout, timeout_s=timeout_s)
         if hostname and interface:
             raise ConfigError("give a process group a hostname or an interface, not both")
         if not dist.is_gloo_available():

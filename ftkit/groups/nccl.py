@@ -100,8 +100,8 @@ class _NcclSession(Session):
 class ProcessGroupNCCL(ProcessGroup):
     """A reconfigurable NCCL group on this process's current CUDA device."""
 
-    def __init__(self, *, timeout_s: float) -> None:
-        super().__init__(timeout_s=timeout_s)
+    def __init__(self, timeout: timedelta | float | None = None, *, timeout_s: float | None = None) -> None:
+        super().__init__(timeout, timeout_s=timeout_s)
         if not dist.is_nccl_available():
             raise ConfigError("this build of torch has no NCCL; use ProcessGroupGloo")
         if not torch.cuda.is_available():

@@ -13,10 +13,19 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ftkit.core.model import JobConfig, Record
+from ftkit.core.model import JobConfig, Policy, Record
 from ftkit.errors import JobMismatch, NameInUse
 from ftkit.keeper.etcd import KV, Compare, Etcd, Get, Put
 from ftkit.keeper.keys import JobKeys, decode_config, encode
+
+_AGREED = (
+    "schema",
+    "min_replicas",
+    "max_replicas",
+    "group_world_size",
+    "outage_grace",
+    "takeover_after",
+)
 
 _MAX_LAYOUT_BYTES = 400_000
 """A longer layout is left out of the config: etcd takes 1.5 MB at most. The fingerprint still tells."""
@@ -31,12 +40,20 @@ class Admitted(NamedTuple):
 
 
 def own_config(
-    *, min_replicas: int, group_world_size: int, token: str | None, fingerprint: str, layout: tuple[str, ...]
+    policy: Policy,
+    *,
+    group_world_size: int,
+    token: str | None,
+    fingerprint: str,
+    layout: tuple[str, ...],
 ) -> JobConfig:
     """Return what this group would write if it were the first."""
     return JobConfig(
-        min_replicas=min_replicas,
+        min_replicas=policy.min_replicas,
+        max_replicas=policy.max_replicas,
         group_world_size=group_world_size,
+        outage_grace=policy.outage_grace,
+        takeover_after=policy.takeover_after,
         token="" if token else secrets.token_hex(32),
         token_sha256=_digest(token) if token else "",
         fingerprint=fingerprint,
@@ -50,10 +67,10 @@ def _digest(token: str) -> str:
 
 def difference(ours: JobConfig, theirs: JobConfig) -> str | None:
     """Name the first setting in which a group differs from its job, or None."""
-    for name in ("schema", "min_replicas", "group_world_size"):
+    for name in _AGREED:
         mine, jobs = getattr(ours, name), getattr(theirs, name)
         if mine != jobs:
-            return f"{name} is {mine} here and {jobs} in the job"
+            return f"{name} is {mine:g} here and {jobs:g} in the job"
     if ours.token_sha256 != theirs.token_sha256:
         if not theirs.token_sha256:
             return "token is given here, but the job was started without one"

@@ -154,7 +154,7 @@ class Keeper:
 
     def _have_done(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.AbortWork):
-            self._tell_all(msg.AbortEpoch(epoch=effect.epoch, why=effect.why))
+            self._tell_all(msg.AbortEpoch(epoch=effect.epoch, why=effect.why, left_out=effect.left_out))
         elif isinstance(effect, ev.Offer):
             self._group.offered(effect.epoch.id)
             self._tell_all(msg.EpochOffer(epoch=effect.epoch, records=dict(effect.records)))
@@ -208,7 +208,7 @@ class Keeper:
         self._return_by = None
         first = self._group.hellos[0]
         ours = own_config(
-            min_replicas=self._settings.min_replicas,
+            self._settings.policy(),
             group_world_size=self._settings.group_world_size,
             token=self._settings.token,
             fingerprint=first.fingerprint,

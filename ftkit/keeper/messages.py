@@ -43,9 +43,10 @@ class WantEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="want"):
     leaving: bool = False
     shrink_only: bool = False
     offered: int | None = None
-    """The newest epoch that this rank has been offered and has taken or thrown away; None: it does not say.
+    """The newest epoch that this rank had been offered when it asked; None: it does not say.
 
-    A wish that crosses an offer on its way is void: the rank will find the offer.
+    A wish that crosses an offer on its way is void: the rank will find the offer. A rank that has thrown an
+    offer away counts it here, and gives a reason in `failed`.
     """
 
 
@@ -79,6 +80,8 @@ class AbortEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
     epoch: int
     why: str
+    left_out: bool = False
+    """The others have gone on without this group: what it has in flight cannot be salvaged."""
 
 
 class WishReconfigure(msgspec.Struct, frozen=True, kw_only=True, tag="reconfigure"):

@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Inbox:
     """The mailbox between the keeper's reader thread and the training thread."""
 
-    def __init__(self, on_abort: Callable[[int, str], None]) -> None:
-        """`on_abort` is called at once, on the reader thread, with the epoch that is over and why."""
+    def __init__(self, on_abort: Callable[[msg.AbortEpoch], None]) -> None:
+        """`on_abort` is called at once, on the reader thread."""
         self._on_abort = on_abort
         self._changed = threading.Condition()
         self._offer: msg.EpochOffer | None = None
@@ -41,14 +41,14 @@ class Inbox:
 
     def deliver(self, message: msg.ToRank) -> None:
         """Take one message from the keeper."""
-        abort: tuple[int, str] | None = None
+        abort: msg.AbortEpoch | None = None
         with self._changed:
             if isinstance(message, msg.EpochOffer):
                 self._offer = message
                 self.offered = message.epoch.id
             elif isinstance(message, msg.AbortEpoch):
                 self.over = {message.epoch: message.why}
-                abort = (message.epoch, message.why)
+                abort = message
             elif isinstance(message, msg.WishReconfigure):
                 self.wish, self.wish_epoch = message.why, message.epoch
             elif isinstance(message, msg.SuspectMembers):
@@ -68,7 +68,7 @@ class Inbox:
                 self.gone = True
             self._changed.notify_all()
         if abort is not None:
-            self._on_abort(*abort)
+            self._on_abort(abort)
 
     def fail(self, error: Exception) -> None:
         """The keeper is lost and cannot be brought back."""

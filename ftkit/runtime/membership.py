@@ -57,6 +57,8 @@ class Membership:
         self.error: Exception | None = None
         """Why the running epoch is over; None while it holds."""
         self.error_is_own = False
+        self.left_out = False
+        """The others have gone on without this group."""
 
     # -- the end of an epoch -------------------------------------------------------------------------
 
@@ -69,11 +71,12 @@ class Membership:
         self.record("abort", why=first_line(error))
         return True
 
-    def cut(self, epoch: int, why: str) -> bool:
+    def cut(self, epoch: int, why: str, *, left_out: bool = False) -> bool:
         """End the work in flight of `epoch` (0: whatever is running); False when that is not running."""
         running = self.epoch
         if running is None or (epoch and running.id != epoch):
             return False
+        self.left_out = left_out
         self.report(Aborted(why))
         self._links.abort(why)
         self.record("aborted")
@@ -93,7 +96,7 @@ class Membership:
                 self._links.abort(failed)
             # Else the groups end gently, when all have met in the next epoch: nobody's last vote is cut off.
         with self._lock:
-            self.error, self.error_is_own = None, False
+            self.error, self.error_is_own, self.left_out = None, False, False
             self.epoch = None
         dropped = self._inbox.clear_epoch()
         if dropped is not None and not failed:
@@ -142,7 +145,7 @@ class Membership:
         epoch, me = offer.epoch, self._settings.replica_id
         plan = self._lineage.enter(epoch, me, init_sync=self._settings.init_sync)
         with self._lock:
-            self.error, self.error_is_own = None, False
+            self.error, self.error_is_own, self.left_out = None, False, False
             self.epoch, self.plan = epoch, plan
         self.record("epoch", members=[s.replica_id for s in epoch.seats])
         return plan

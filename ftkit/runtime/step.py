@@ -86,9 +86,12 @@ class Step:
             self.collectives.pause()
             self._reformer.wake()
 
-    def abort(self, epoch: int, why: str) -> None:
-        """The running epoch (`epoch`, or 0 for whichever) is over: end the work in flight."""
-        if self.membership.cut(epoch, why):
+    def abort(self, epoch: int, why: str, *, left_out: bool = False) -> None:
+        """The running epoch (`epoch`, or 0 for whichever) is over: end the work in flight.
+
+        `left_out`: the others have gone on without this member.
+        """
+        if self.membership.cut(epoch, why, left_out=left_out):
             self._healer.abort()
             if self._in_step:
                 self.collectives.pause()
@@ -179,7 +182,9 @@ class Step:
             self._blocked_since = None
 
     def _may_salvage(self) -> bool:
-        return self._in_step and not self.membership.error_is_own and not self._weights.used
+        membership = self.membership
+        lost = membership.error_is_own or membership.left_out or self._weights.used
+        return self._in_step and not lost
 
     # -- the vote ----------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class ScriptedManager:
         self.step = 0
         self.in_step = False
         self._begun_by: tuple[str, ...] = ()
-        self.updates: list[Callable[[], None]] = []
+        self.updates: list[Callable[[], bool | None]] = []
         self.dropped = 0
         self.weight: float | None = None
         self.no_weight = False
@@ -61,7 +61,7 @@ class ScriptedManager:
     def members(self) -> tuple[str, ...]:
         return tuple(m.replica_id for m in self._world.members)
 
-    def register_update(self, fn: Callable[[], None]) -> None:
+    def register_update(self, fn: Callable[[], bool | None]) -> None:
         self.updates.append(fn)
 
     def drop_gradients(self) -> None:

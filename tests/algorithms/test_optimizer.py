@@ -184,8 +184,7 @@ def test_a_step_in_doubt_is_not_applied_from_other_gradients(change: str) -> Non
     else:
         optimizer.zero_grad()
     before = module.weight.clone()
-    with pytest.raises(FtkitError, match="dropped or changed"):
-        settle()
+    assert settle() is False
     assert torch.equal(before, module.weight)
 
 

@@ -234,7 +234,16 @@ def test_an_unrelated_epoch_of_the_same_number_is_gone_above() -> None:
     running = talk.run_in(1, "ab").epoch
     put = only(talk.change("epoch", "", epoch(1, "n")), ev.PutEpoch)
     assert (put.epoch.id, put.epoch.seats, put.epoch.restored) == (2, running.seats, True)
-    assert "superseded" in only(talk.change("epoch", "", put.epoch), ev.AbortWork).why
+    end = only(talk.change("epoch", "", put.epoch), ev.AbortWork)
+    assert "superseded" in end.why
+    assert not end.left_out
+
+
+def test_a_member_that_the_others_went_on_without_is_told_so() -> None:
+    """Waiting for an epoch in which to salvage its step would only take time."""
+    talk = Talk()
+    talk.run_in(1, "ab")
+    assert only(talk.change("epoch", "", epoch(2, "b")), ev.AbortWork).left_out
 
 
 def test_the_first_proposer_goes_at_once_and_the_third_a_little_later() -> None:

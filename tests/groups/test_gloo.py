@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from ftkit.errors import GroupError
+from ftkit.errors import ConfigError, GroupError
+from ftkit.groups.gloo import ProcessGroupGloo
 from ftkit.groups.link import StoreLink
 from ftkit.groups.store import RendezvousStore
 
@@ -52,6 +54,22 @@ def totals(members: list[Any], name: str = "data", **arguments: Any) -> list[flo
     """Return what an all-reduce of ones gives on each peer."""
     answers = [peer.tell("sum", name=name, **arguments) for peer in members]
     return [answer().value for answer in answers]
+
+
+def test_a_timeout_may_be_given_as_torch_and_torchft_do() -> None:
+    """A script that moves over keeps its line; none at all means a minute."""
+    for given, seconds in (
+        ({}, 60.0),
+        ({"timeout": timedelta(seconds=30)}, 30.0),
+        ({"timeout": 2.5}, 2.5),
+        ({"timeout_s": 4}, 4.0),
+    ):
+        with ProcessGroupGloo(**given) as group:
+            assert group.timeout_s == seconds
+    with pytest.raises(ConfigError, match="not both"):
+        ProcessGroupGloo(timeout=1, timeout_s=1)
+    with pytest.raises(ConfigError, match="positive"):
+        ProcessGroupGloo(timeout=timedelta(0))
 
 
 def test_a_group_of_one_needs_no_peer(peers: Peers, store: RendezvousStore) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ftkit.core import events as ev
-from ftkit.core.model import Epoch, JobConfig, Seat, Version
+from ftkit.core.model import Epoch, JobConfig, Policy, Seat, Version
 from ftkit.errors import ConfigError, KeeperError
 from ftkit.keeper import messages as msg
 from ftkit.keeper.admission import difference, own_config
@@ -142,7 +142,7 @@ class TestHearing:
 
 class TestConfig:
     BASE: ClassVar[dict[str, Any]] = {
-        "min_replicas": 2,
+        "policy": Policy(min_replicas=2),
         "group_world_size": 1,
         "token": None,
         "fingerprint": "f",
@@ -155,7 +155,10 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            ({"min_replicas": 3}, "min_replicas is 3 here and 2 in the job"),
+            ({"policy": Policy(min_replicas=3)}, "min_replicas is 3 here and 2 in the job"),
+            ({"policy": Policy(min_replicas=2, max_replicas=4)}, "max_replicas is 4 here and 0 in the job"),
+            ({"policy": Policy(min_replicas=2, outage_grace=50.5)}, "outage_grace is 50.5 here and 60 in"),
+            ({"policy": Policy(min_replicas=2, takeover_after=99)}, "takeover_after is 99 here and 90 in"),
             ({"group_world_size": 4}, "group_world_size is 4 here"),
             ({"token": "t"}, "without one"),
             ({"fingerprint": "g", "layout": ("w 1", "b 2")}, "b 2 here, no such tensor in the job"),
