@@ -27,7 +27,7 @@ from tiny_lm import LanguageModel, Windows, read_text
 from torch import nn
 
 import ftkit
-from ftkit.errors import ConfigError
+from ftkit.errors import ConfigError, Left
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
             loss = train_step(batch)
             journal.write(
                 "step", epoch=manager.epoch, step=attempt, committed=steps.committed,
-                members=manager.members(), loss=loss,
+                members=manager.members(), loss=loss, version=str(manager.version),
             )  # fmt: skip
             time.sleep(max(0.0, begun + args.step_time - time.monotonic()))
             begun = time.monotonic()
@@ -216,9 +216,11 @@ def main(argv: list[str] | None = None) -> None:
         save()
     finally:  # also when asked to leave: `ftkit drain`, SIGTERM
         sha256, version = digest(model, optimizer), str(manager.version)
+        cause = sys.exc_info()[1]
         journal.write(
-            "end", step=manager.current_step(), version=version, sha256=sha256, data=loader.state_dict()
-        )
+            "end", step=manager.current_step(), version=version, sha256=sha256, data=loader.state_dict(),
+            error="" if cause is None or isinstance(cause, Left) else repr(cause),
+        )  # fmt: skip
         if args.hash:
             print(f"version {version} sha256 {sha256}")
         loader.close()
