@@ -2,19 +2,23 @@
 #
 #   make test    run the tests              make demo    see a job survive the loss of a replica
 #   make check   lint, types and tests      make clean   remove what these made
+#   make chaos   five jobs of three minutes, broken from five seeds, each then proven from its logs
+#   make soak    the same for MINUTES=30, with a fault every few seconds and one SEED
 #
-# PYTHON=python3.12 chooses the interpreter; ARGS="-k name" goes on to pytest or the demo.
+# PYTHON=python3.12 chooses the interpreter; ARGS="-k name" goes on to pytest, the demo or the chaos.
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+MINUTES ?= 30
+SEED   ?= 0
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv test check demo clean
+.PHONY: help venv test check demo chaos soak clean
 
 help:
-	@sed -n '3,6s/^# \{0,1\}//p' Makefile
+	@sed -n '3,8s/^# \{0,1\}//p' Makefile
 
 venv: $(STAMP)
 
@@ -35,6 +39,15 @@ check: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/ftkit demo $(ARGS)
+
+# All five run even if one fails, so that one night tells everything.
+chaos: $(STAMP)
+	@failed=; for seed in 1 2 3 4 5; do \
+	    $(BIN)/python scripts/chaos.py --groups 3 --seconds 180 --seed $$seed $(ARGS) || failed="$$failed $$seed"; \
+	done; if [ -n "$$failed" ]; then echo "FAILED with seeds:$$failed"; exit 1; fi
+
+soak: $(STAMP)
+	@$(BIN)/python scripts/chaos.py --groups 3 --seconds $$(($(MINUTES) * 60)) --seed $(SEED) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
