@@ -26,10 +26,12 @@ if TYPE_CHECKING:
         VersionMismatch,
     )
     from transport.http import HTTPTransport
+    from transport.pg import DistributedTransport
     from transport.server import Limits
 
 __all__ = [
     "ChecksumError",
+    "DistributedTransport",
     "Encoded",
     "HTTPTransport",
     "Limits",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DistributedTransport": "pg",
     "Encoded": "encoded",
     "HTTPTransport": "http",
     "Limits": "server",

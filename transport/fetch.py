@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from transport.api import Progress
 from transport.auditor import Auditor
@@ -33,6 +33,16 @@ from transport.worker import Worker
 PROGRESS_S: Final = 0.1
 
 
+class Ahead(Protocol):
+    """Another way for the bytes, tried first: it has all in hand, and gives back what did not come."""
+
+    def start(self, session: Session) -> None:
+        """Begin, in threads of the session."""
+
+    def wait_ended(self) -> None:
+        """Return once nothing can write into the destination any more."""
+
+
 class Fetch:
     """One fetch; `run` is called once, `abort` may be called from any other thread."""
 
@@ -46,11 +56,13 @@ class Fetch:
         deadline_s: float,
         progress: Callable[[Progress], None] | None,
         make_plan: Callable[[Manifest], Plan] | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         if not sources:
             raise ValueError("a fetch needs at least one source")
         self.version = version
         self._progress, self._deadline_s = progress, deadline_s
+        self._ahead = ahead
         self._make_plan = make_plan or (lambda manifest: Plan(manifest, into))
         self._session = Session(sources, version, settings, deadline_s)
 
@@ -64,13 +76,19 @@ class Fetch:
             plan = self._make_plan(manifest)
             with session.changed:
                 session.ledger = _new_ledger(manifest)
+                if self._ahead is not None:
+                    session.ledger.take_all()
                 session.plan = plan
                 session.changed.notify_all()
             if manifest.hashes is None:
                 session.start_thread(Auditor(session).run)
+            if self._ahead is not None:
+                self._ahead.start(session)
             self._wait_complete()
         finally:
             session.end()
+            if self._ahead is not None:
+                self._ahead.wait_ended()
         self._report()
         return plan.result()
 

@@ -14,11 +14,11 @@ from types import TracebackType
 from transport.api import Progress
 from transport.encoded import Encoded, encode
 from transport.errors import TransportAborted, TransportError
-from transport.fetch import Fetch
+from transport.fetch import Ahead, Fetch
 from transport.files import open_file
 from transport.link import Link
 from transport.manifest import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
-from transport.publication import Board, Publication
+from transport.publication import Board, Publication, Sender
 from transport.server import Limits, Server
 from transport.session import Settings
 from transport.staging import wait_for_device
@@ -71,6 +71,8 @@ class HTTPTransport:
         self._chunk_bytes, self._drain_s = chunk_bytes, drain_s
         self._streams, self._stall_s, self._client_ssl = streams, stall_s, client_ssl
         self._board = Board()
+        self.sender: Sender | None = None
+        """What sends publications by another way, for those who ask for it."""
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
@@ -103,7 +105,7 @@ class HTTPTransport:
     def _put(self, encoded: Encoded) -> None:
         for device in encoded.devices:
             wait_for_device(device)  # what is queued on them belongs to the state
-        self._board.put(Publication(encoded))
+        self._board.put(Publication(encoded, self.sender))
 
     def withdraw(self) -> None:
         """Stop serving; return once nobody reads the live memory any more. Idempotent."""
@@ -124,6 +126,19 @@ class HTTPTransport:
 
         A source that has published nothing yet is waited for; one that serves another version is not.
         """
+        return self.fetch_with(None, sources, version, into, deadline_s=deadline_s, progress=progress)
+
+    def fetch_with(
+        self,
+        ahead: Ahead | None,
+        sources: Sequence[str],
+        version: str,
+        into: object,
+        *,
+        deadline_s: float,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> object:
+        """Fetch, with another way for the bytes that is tried before HTTP."""
         token = self._token()
         _check_token(token)
         settings = Settings(
@@ -132,7 +147,7 @@ class HTTPTransport:
             stall_s=self._stall_s,
             report_chunks=progress is not None,
         )
-        fetch = Fetch(sources, version, into, settings, deadline_s=deadline_s, progress=progress)
+        fetch = Fetch(sources, version, into, settings, deadline_s=deadline_s, progress=progress, ahead=ahead)
         with self._lock:
             if self._closed:
                 raise TransportError("this transport is closed")

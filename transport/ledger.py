@@ -71,6 +71,11 @@ class Ledger:
             return Extent(extent.start, end, extent.avoid)
         return None
 
+    def take_all(self) -> None:
+        """Hand out all bytes at once, to one who gives back what does not come."""
+        self._pending.clear()
+        self.bytes_pending = 0
+
     def give_back(self, start: int, end: int, avoid: Iterable[str] = ()) -> None:
         """Put the rest of an extent back, before all others."""
         if start < end:

@@ -11,8 +11,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Protocol
 
 import msgspec
 import xxhash
@@ -33,11 +33,19 @@ class Withdrawn(Exception):
     """The state is not served any more."""
 
 
+class Sender(Protocol):
+    """Sends a publication's bytes by another way than the answer to a request."""
+
+    def send(self, publication: Publication, query: Mapping[str, str]) -> str:
+        """Begin to send what was asked for, and return an answer; ValueError says why it cannot be."""
+
+
 class Publication:
     """One published state: its encoding, its checksums, and who is reading it."""
 
-    def __init__(self, encoded: Encoded) -> None:
+    def __init__(self, encoded: Encoded, sender: Sender | None = None) -> None:
         self.encoded = encoded
+        self.sender = sender
         self.version = encoded.manifest.version
         self._changed = threading.Condition()
         self._readers: dict[int, Callable[[], None]] = {}

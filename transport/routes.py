@@ -7,6 +7,7 @@ bytes. All routes are under `/v1/<version>/`, the version percent-encoded:
     hashes?first=a&last=b    checksums of chunks a up to b, 16 bytes each
     state.safetensors        the whole state as a file
     data                     its data section alone: the same bytes at the same offsets at all sources
+    send?...                 have its bytes sent over a process group, see `pg.py`
 
 `?wait=s` on any of them waits up to `s` seconds for a state to be published.
 """
@@ -160,6 +161,16 @@ def _hashes(request: Request, publication: Publication, reader: HostReader) -> R
     return Response(200, headers, raw)
 
 
+def _send(request: Request, publication: Publication, reader: HostReader) -> Response:
+    if publication.sender is None:
+        return error(400, "this source sends over no process group")
+    try:
+        answer = publication.sender.send(publication, request.query)
+    except ValueError as why:
+        return error(400, str(why))
+    return Response(200, {"Content-Type": "application/json"}, answer.encode())
+
+
 def _data(request: Request, publication: Publication, reader: HostReader) -> Response:
     encoded = publication.encoded
     return _ranged(
@@ -184,6 +195,7 @@ _ROUTES: Final[dict[str, Callable[[Request, Publication, HostReader], Response]]
     "manifest": _manifest,
     "hashes": _hashes,
     "data": _data,
+    "send": _send,
     "state.safetensors": _file,
 }
 

@@ -22,7 +22,7 @@ from ftkit.errors import FtkitError
 
 OURS = ("raw1", "raw2", "memcpy", "http")
 THEIRS = ("torchft_http", "torchft_http_4_chunks")
-SLACK = 1 << 30
+SLACK = 2 << 30
 """Memory for two processes with torch, and for what is not in place."""
 
 

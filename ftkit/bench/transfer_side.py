@@ -26,7 +26,7 @@ from transport import HTTPTransport
 
 NUM_TENSORS: Final = 64
 LIMIT_S: Final = 300.0
-PIECE: Final = 128 << 20
+PIECE: Final = 1 << 30
 State = dict[str, torch.Tensor]
 
 
