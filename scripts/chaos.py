@@ -7,8 +7,8 @@
     make soak MINUTES=30                                        a long night
 
 Starts an etcd and replica groups that train with train_lm.py, each by an `ftkit launch` of its own, as on
-machines of their own. After a calm time, whose speed is the measure, faults strike. At the end all groups must
-train together again; then the logs are judged as by `ftkit verify`. Exit code 1: a promise was broken.
+machines of their own. After a calm time, whose speed is the measure, faults strike. At the end all groups
+must train together again; then the logs are judged as by `ftkit verify`. Exit code 1: a promise was broken.
 """
 
 import argparse
