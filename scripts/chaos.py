@@ -25,9 +25,12 @@ from pathlib import Path
 import msgspec
 
 from ftkit.chaos.checks import pauses
+from ftkit.chaos.cost import longest_pauses
 from ftkit.chaos.faults import ETCD_FAULTS, KINDS, Fault, plan
+from ftkit.chaos.gauges import Gauges, folder_bytes
 from ftkit.chaos.log import read
-from ftkit.chaos.oracle import Verdict, as_text, judge
+from ftkit.chaos.oracle import judge
+from ftkit.chaos.result import Result, Strike, report
 from ftkit.config import child_environment
 from ftkit.demo.journal import Tail
 from ftkit.demo.processes import Launch, descendants, signal_trainer
@@ -92,6 +95,8 @@ class Job:
         self._struck: dict[str, float] = {}
         self._undo: list[tuple[float, str, Callable[[], None]]] = []
         self._ending = False
+        self.gauges = Gauges()
+        self._next_reading = 0.0
 
     # -- what runs -----------------------------------------------------------------------------------
 
@@ -139,6 +144,14 @@ class Job:
             if code != 0:
                 self.trouble = self.trouble or f"group {index} ended with {code}: {launch.last_words(5)}"
             self._launch(index)
+        if now >= self._next_reading:
+            self._next_reading = now + 5.0
+            for name in self.names:
+                pid = self.story.pid(name)
+                if pid is not None:
+                    self.gauges.look(name, pid, now)
+                    for keeper in keepers_of(pid):
+                        self.gauges.look(f"keeper of {name}", keeper, now)
         return now
 
     def together(self) -> bool:
@@ -190,7 +203,7 @@ class Job:
     def _strike_group(self, fault: Fault, name: str) -> None:
         pid = self.story.pid(name)
         assert pid is not None, "only those that have started are struck"
-        keepers = [k for k in descendants(pid) if b"ftkit.keeper" in _command(k)]
+        keepers = keepers_of(pid)
         if fault.kind in ("kill", "lose-machine"):
             self._signal(name, signal.SIGKILL, [*(keepers if fault.kind == "lose-machine" else []), pid])
         elif fault.kind == "drain":
@@ -268,37 +281,14 @@ class Job:
         os.close(self._journal)
 
 
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-class Strike(msgspec.Struct, kw_only=True):
-    """A fault that was carried out and what it cost."""
-
-    fault: Fault
-    at: float
-    text: str
-    longest_pause_s: float = 0.0
-    """Of all processes but its victim, until the next fault."""
-
-
-class Result(msgspec.Struct, kw_only=True):
-    """The outcome of a run."""
-
-    ok: bool
-    seed: int
-    trouble: str
-    goodput: float
-    steps: int
-    fault_free_steps_per_s: float
-    seconds: float
-    num_skipped: int
-    strikes: list[Strike]
-    verdict: Verdict
-    folder: str
+def keepers_of(pid: int) -> list[int]:
+    """Return the keepers that a trainer has started."""
+    found = []
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):
+            if b"ftkit.keeper" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
 
 
 def say(text: str) -> None:
@@ -353,13 +343,9 @@ def play(args: argparse.Namespace, folder: Path, faults: list[Fault]) -> Result:
         job.end()
     log = read(folder / "journal")
     verdict = judge(log, max_pause_s=args.max_pause, min_replicas=args.min_replicas, strict=True)
-    for i, strike in enumerate(strikes):
-        after = strikes[i + 1].at if i + 1 < len(strikes) else float("inf")
-        victim = "" if strike.fault.victim < 0 else job.names[strike.fault.victim]
-        lasting = (
-            p.seconds for p in pauses(log) if strike.at <= p.until and p.since < after and p.replica != victim
-        )
-        strike.longest_pause_s = round(max(lasting, default=0.0), 3)
+    times = [(x.at, "" if x.fault.victim < 0 else job.names[x.fault.victim]) for x in strikes]
+    for strike, longest in zip(strikes, longest_pauses(pauses(log), times), strict=True):
+        strike.longest_pause_s = round(longest, 3)
     steps = count_steps(job.story, begun, until)
     expected = rate * (until - begun)
     goodput = round(steps / expected, 4) if expected else 0.0
@@ -373,6 +359,8 @@ def play(args: argparse.Namespace, folder: Path, faults: list[Fault]) -> Result:
         seconds=round(until - begun, 1),
         num_skipped=skipped,
         strikes=strikes,
+        growth=job.gauges.growth(),
+        etcd_bytes=folder_bytes(folder / "etcd"),
         verdict=verdict,
         folder=str(folder),
     )
@@ -381,22 +369,6 @@ def play(args: argparse.Namespace, folder: Path, faults: list[Fault]) -> Result:
 def count_steps(story: Story, since: float, until: float) -> int:
     """Count the committed steps that lived on."""
     return sum(since <= s.monotonic < until for s in story.lineage())
-
-
-def report(result: Result) -> str:
-    """Put a result into words."""
-    lines = [f"  {s.longest_pause_s:6.2f} s  {s.text}" for s in result.strikes]
-    lines = ["longest pause of the others after each fault:", *lines, as_text(result.verdict)]
-    if result.num_skipped:
-        lines.append(f"{result.num_skipped} faults of the plan were not reached in time")
-    pace = (
-        f"{result.steps} steps in {result.seconds:g} s, {result.fault_free_steps_per_s:.1f} a second before"
-    )
-    lines.append(f"goodput {100 * result.goodput:.1f} %: {pace}")
-    if result.trouble:
-        lines.append(f"TROUBLE: {result.trouble}")
-    lines.append(f"{'ok' if result.ok else 'FAILED'}; seed {result.seed}; logs are in {result.folder}")
-    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
