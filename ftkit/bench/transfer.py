@@ -20,7 +20,7 @@ from ftkit.bench.processes import Row
 from ftkit.config import child_environment
 from ftkit.errors import FtkitError
 
-OURS = ("raw1", "raw2", "memcpy", "http")
+OURS = ("raw1", "raw2", "memcpy", "http", "gloo")
 THEIRS = ("torchft_http", "torchft_http_4_chunks")
 SLACK = 2 << 30
 """Memory for two processes with torch, and for what is not in place."""

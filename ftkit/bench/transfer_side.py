@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+import torch.distributed as dist
 import xxhash
+from torch._C._distributed_c10d import TCPStore
 
-from transport import HTTPTransport
+from transport import DistributedTransport, HTTPTransport
 
 NUM_TENSORS: Final = 64
 LIMIT_S: Final = 300.0
@@ -157,6 +159,44 @@ class Http:
         self._transport.withdraw()
 
 
+class Gloo:
+    """Our transport over a gloo group of the two sides: in place, every chunk verified."""
+
+    def __init__(self) -> None:
+        self._transport = DistributedTransport(HTTPTransport(token="bench"), timeout_s=LIMIT_S)
+        self._store: TCPStore | None = None
+        self._joining: list[threading.Thread] = []
+
+    def _join(self, rank: int) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=LIMIT_S)
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        self._transport.configure(gloo(self._store, rank, 2, options), "bench")
+
+    def open(self, state: State, version: str) -> str:
+        """Publish; in the first round, which does not count, wait for the other side in a thread."""
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._joining = in_threads(lambda _: self._join(0), 1)
+        self._transport.publish(version, state)
+        return f"{self._store.port} {self._transport.address}"
+
+    def receive(self, address: str, state: State, version: str) -> None:
+        """Fetch."""
+        port, _, source = address.partition(" ")
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", int(port), is_master=False)
+            self._join(1)
+        self._transport.fetch([source], version, state, deadline_s=LIMIT_S)
+
+    def close(self) -> None:
+        """Withdraw."""
+        for thread in self._joining:
+            thread.join(LIMIT_S)
+        self._transport.withdraw()
+
+
 class Torchft:
     """torchft's transport over HTTP, and the copy into the model that its caller makes."""
 
@@ -192,6 +232,7 @@ METHODS: Final[dict[str, Callable[[], Method]]] = {
     "raw2": lambda: Raw(2),
     "memcpy": Memcpy,
     "http": Http,
+    "gloo": Gloo,
     "torchft_http": lambda: Torchft(0),
     "torchft_http_4_chunks": lambda: Torchft(4),
 }

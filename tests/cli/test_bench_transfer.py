@@ -15,7 +15,7 @@ def test_each_method_has_its_figures(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "transfer", "--json", "--sizes", "8", "--reps", "1"]) == 0
     told = json.loads(capsys.readouterr().out)
     found = {row["method"]: row for row in told["results"]}
-    assert set(found) >= {"raw1", "raw2", "memcpy", "http"}
+    assert set(found) >= {"raw1", "raw2", "memcpy", "http", "gloo"}
     for row in told["results"]:
         assert row["size_mib"] == 8
         assert row["gb_s"] > 0
