@@ -226,18 +226,20 @@ def survivors_stay(log: Log) -> Outcome:
     """No trainer ends with an error, and none ends without a word that nobody killed."""
     wrong: list[Violation] = []
     killed = {e.line.pid for e in log.faults if e.line.kind in DEADLY}
-    unexplained = 0
+    unexplained = on_purpose = 0
     for life in log.lives:
         end = life.end
         if end is not None:
             if end.line.error:
                 wrong.append(Violation(end.where, f"{life.name} ended with {end.line.error}"))
-        elif life.pid not in killed:
+        elif life.pid in killed:
+            on_purpose += 1
+        else:
             unexplained += 1
             if log.over:
                 text = f"{life.name} has ended without a word, and no fault accounts for it"
                 wrong.append(Violation(life.entries[-1].where, text))
-    note = f"processes, {len(killed)} killed on purpose"
+    note = f"processes, {on_purpose} killed on purpose"
     if unexplained and not log.over:
         note += f", {unexplained} without a last word (killed, or still running: no fault lines tell)"
     return outcome("survivors never end with an error", len(log.lives), note, wrong, "there is no process")
