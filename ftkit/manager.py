@@ -157,7 +157,7 @@ class Manager:
             FtkitError: the job refuses this member.
         """
         if not self._joined:
-            welcome = self._bootstrap.join()
+            welcome = self._bootstrap.join(lambda: self._step.leaving is not None)
             self._progress.open(welcome.progress_file, self.settings.group_rank)
             self._joined = True
         if self._step.committing:

@@ -74,6 +74,8 @@ def translate(error: grpc.RpcError, where: str) -> EtcdError:
     code = error.code()
     text = (error.details() or "").removeprefix("etcdserver: ")
     if any(phrase in text for phrase in _STALE_TOKEN):
+        if "user name is empty" in text:
+            return _StaleToken(f"etcd at {where} wants to know who asks: set FTKIT_ETCD_USER=user:password")
         return _StaleToken(f"etcd at {where} refused the token ({text}); check user and password")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "space exceeded" in text:
         return EtcdNoSpace(

@@ -314,8 +314,7 @@ class Keeper:
             log.error("the keeper ends: %r", error)
             self._done = self._crashed = True
             return
-        kind = type(error)
-        name = kind.__name__ if hasattr(errors, kind.__name__) else "FtkitError"
+        name = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
         log.warning("%s is refused: %s", self._settings.replica_id, error)
         self._tell_all(msg.Refused(error=name, message=str(error)))
         self._done = True

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ftkit.config import Settings, agent_store, restart_count
 from ftkit.core.model import Epoch
-from ftkit.errors import ConfigError, EtcdUnavailable, KeeperError
+from ftkit.errors import ConfigError, EtcdUnavailable, KeeperError, Left
 from ftkit.groups.store import RendezvousStore
 from ftkit.keeper.client import KeeperAddress, KeeperClient
 from ftkit.keeper.messages import Hello, Welcome
@@ -100,10 +100,11 @@ class Bootstrap:
             running=self._running(),
         )
 
-    def join(self) -> Welcome:
-        """Become a member of the job; costs nothing the second time.
+    def join(self, interrupted: Callable[[], bool]) -> Welcome:
+        """Become a member of the job, unless `interrupted` meanwhile; costs nothing the second time.
 
         Raises:
+            Left: interrupted; a SystemExit with code 0.
             FtkitError: the keeper's refusal: a name in use, another model, settings that differ …
             EtcdUnavailable: etcd did not answer within `timeout`.
         """
@@ -111,7 +112,9 @@ class Bootstrap:
             assert self._address is not None, "started, or told by rank 0"
             self.keeper.connect(self._address)
             self._joined = True
-        welcome = self._inbox.wait_welcome(self._settings.timeout)
+        welcome = self._inbox.wait_welcome(self._settings.timeout, interrupted)
+        if welcome is None and interrupted():
+            raise Left("asked to leave before it had joined the job")
         if welcome is None:
             raise EtcdUnavailable(
                 f"could not join job {self._settings.job!r} within {self._settings.timeout:g} s (timeout): "

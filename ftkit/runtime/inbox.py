@@ -97,9 +97,9 @@ class Inbox:
         """Wait for the next offer; None when the time is over or `interrupted`. Raises what is fatal."""
         return self._wait(timeout_s, lambda: self._offer, interrupted)
 
-    def wait_welcome(self, timeout_s: float) -> msg.Welcome | None:
-        """Wait until the group is a member of the job."""
-        return self._wait(timeout_s, lambda: self.welcome, lambda: False)
+    def wait_welcome(self, timeout_s: float, interrupted: Callable[[], bool]) -> msg.Welcome | None:
+        """Wait until the group is a member of the job; None when the time is over or `interrupted`."""
+        return self._wait(timeout_s, lambda: self.welcome, interrupted)
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Wait until the goodbye has been written."""

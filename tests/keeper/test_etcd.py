@@ -229,7 +229,10 @@ class TestCredentials:
             etcd.get("/ftkit/x")
 
     def test_no_user_is_said(self, auth_server: EtcdServer):
-        with Etcd(EtcdSettings(endpoints=(auth_server.url,))) as etcd, pytest.raises(EtcdAuthError):
+        with (
+            Etcd(EtcdSettings(endpoints=(auth_server.url,))) as etcd,
+            pytest.raises(EtcdAuthError, match="FTKIT_ETCD_USER"),
+        ):
             etcd.get("/ftkit/x")
 
     def test_a_missing_permission_is_said(self, auth_server: EtcdServer):

@@ -54,6 +54,15 @@ def test_an_etcd_that_is_not_there_is_named(cluster: MakeCluster) -> None:
     assert time.monotonic() - c.groups[0].started < 30
 
 
+def test_sigterm_before_the_job_is_joined_ends_in_order(cluster: MakeCluster) -> None:
+    """A spot instance's notice may come while etcd is not there; its grace is shorter than `timeout`."""
+    c = cluster("http://127.0.0.1:9")
+    group = c.start("trainer-0")
+    c.wait(lambda: "127.0.0.1:9" in group.stderr(), "the keeper to say that there is no etcd", [group])
+    group.process.terminate()
+    assert group.process.wait(20) == 0, group.stderr()[-2000:]
+
+
 def test_settings_that_clash_are_refused_at_the_start(cluster: MakeCluster, etcd_url: str) -> None:
     c = cluster(etcd_url)
     words = last_words(c.start("trainer-0", outage_grace=100, takeover_after=50))
