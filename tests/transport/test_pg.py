@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from transport import DistributedTransport, HTTPTransport, TransportTimeout
 from transport.encoded import encode
@@ -19,6 +24,7 @@ from transport.pg import BUCKET, GATHERED, buckets
 
 Make = Callable[..., HTTPTransport]
 Same = Callable[[Any, Any], None]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Group:
@@ -54,28 +60,39 @@ class Group:
         return self._inner.recv(tensors, rank, tag)
 
 
-def make_groups(count: int) -> list[Group]:
-    store, groups = HashStore(), [None] * count
+def join_group(store: Any, rank: int, count: int) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=20)
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    return gloo(store, rank, count, options)
+
+
+def make_groups(count: int, store: Any = None, others: int = 0) -> list[Group]:
+    """Make the first members of a group; `others` more join from elsewhere."""
+    store = store or HashStore()
+    groups: dict[int, Group] = {}
 
     def join(rank: int) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=20)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        groups[rank] = dist.ProcessGroupGloo(store, rank, count, options)
+        # A wait holds a TCPStore: each member needs its own connection to it.
+        own = TCPStore("127.0.0.1", store.port, is_master=False) if isinstance(store, TCPStore) else store
+        groups[rank] = Group(join_group(own, rank, count + others))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [Group(group) for group in groups]
+    return [groups[rank] for rank in range(count)]
 
 
 class Job:
     """Some sources and, last, a joiner."""
 
-    def __init__(self, make: Make, count: int, **settings: Any) -> None:
-        self.groups = make_groups(count)
+    def __init__(
+        self, make: Make, count: int, *, store: Any = None, others: int = 0, **settings: Any
+    ) -> None:
+        self.groups = make_groups(count, store, others)
         https = [make(chunk_bytes=1 << 20) for _ in range(count)]
         self.members = [DistributedTransport(http, **{"timeout_s": 10.0, **settings}) for http in https]
         for member, group in zip(self.members, self.groups, strict=True):
@@ -183,6 +200,29 @@ def test_a_source_that_does_not_send_costs_the_timeout_and_no_more(
     here.groups[0].mute = True
     here.publish(state())
     assert_same(here.fetch(state(0.0), deadline_s=15), state())
+
+
+def test_a_source_that_is_killed_half_way_costs_only_what_it_owed(
+    job: Callable[..., Job], assert_same: Same
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "tests.transport.pg_source_process", str(store.port), "2", "3"]
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    with child:
+        try:
+            here = job(2, store=store, others=1)
+            here.publish(state())
+            assert child.stdout is not None
+            here.sources.insert(0, child.stdout.readline().strip())
+            begun = time.monotonic()
+            assert_same(here.fetch(state(0.0)), state())
+            assert time.monotonic() - begun < 8  # not the timeout of 10 s: its death is noticed
+            assert child.wait(10) == -signal.SIGKILL
+        finally:
+            child.kill()
+    assert here.bytes_sent > 0
 
 
 def test_a_source_outside_of_the_group_helps_over_http(
