@@ -52,7 +52,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=1, help="of torch; groups on one machine share its cores (default: 1)")
     add("--checkpoint", type=Path, metavar="DIR", help="save there, and resume from there")
     add("--checkpoint-every", type=int, default=200, metavar="N", help="steps (default: 200)")
-    add("--eval-every", type=int, default=100, metavar="N", help="steps (default: 100; 0: never)")
+    add("--eval-every", type=int, default=100, metavar="N", help="steps, and last (default: 100; 0: never)")
     add("--log-jsonl", type=Path, metavar="DIR", help="append a JSON line per step and event to a file there")
     add("--log-samples", action="store_true", help="with the numbers of the samples that each step takes")
     add("--hash", action="store_true", help="print a SHA-256 of parameters and optimizer state at the end")
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             if args.hash_every and attempt % args.hash_every == 0:
                 journal.write("hash", version=str(manager.version), sha256=digest(model, optimizer))
-            if args.eval_every and attempt % args.eval_every == 0:
+            if args.eval_every and (attempt % args.eval_every == 0 or attempt >= args.steps):
                 with torch.no_grad():
                     held_out_loss = model(held_out_batch).item()
                 journal.write("eval", epoch=manager.epoch, step=attempt, loss=held_out_loss)
