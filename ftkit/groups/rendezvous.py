@@ -20,6 +20,7 @@ from ftkit.groups.session import Session
 from ftkit.groups.sockets import leak
 
 _FREE_LATER_S = 0.2
+_lingering = threading.Lock()
 
 _GIVE_UP_GRACE_S = 0.05
 """How long a rendezvous that is given up may take to end before it is left to end by itself."""
@@ -137,10 +138,14 @@ class Attempt:
             self._done.set()
             self.settled.set()
         try:
-            if self._leftovers:
-                # The destructors of a torch group take some 10 ms, and hold the GIL: not just now, when the
-                # training thread has work to do.
-                time.sleep(_FREE_LATER_S)
+            # The destructors of a torch group take some 10 ms, and hold the GIL: not just now, when the
+            # training thread has work to do. But one at a time lingers: epochs in quick succession must not
+            # pile up.
+            if self._leftovers and _lingering.acquire(blocking=False):
+                try:
+                    time.sleep(_FREE_LATER_S)
+                finally:
+                    _lingering.release()
             while self._leftovers:
                 session = self._leftovers.pop()
                 session.drain(1.0)
