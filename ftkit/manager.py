@@ -80,7 +80,6 @@ class Manager:
         self._aborts: list[Callable[[], None]] = []
         self._update: Callable[[], bool | None] | None = None
         self._batches_committed = self._voters = 0
-        self._failed_step = False
         self._closed = False
         self._timeline = Timeline()
         self._state.register("ftkit", self._load_counters, self._save_counters)

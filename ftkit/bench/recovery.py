@@ -17,7 +17,6 @@ from pathlib import Path
 from ftkit.bench.processes import Row, Worker, ending, median, spread, wait_for
 from ftkit.keeper.embedded import Embedded
 
-FAILURES = ("kill", "backward", "stop", "hang", "leave")
 SIGNALS = {
     "kill": signal.SIGKILL,
     "backward": signal.SIGUSR2,

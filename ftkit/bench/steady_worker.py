@@ -14,8 +14,6 @@ import torch.distributed as dist
 import ftkit
 from ftkit.bench.processes import etcd_requests, say
 
-MODELS = ("tiny", "medium")
-
 
 def build(size: str) -> tuple[torch.nn.Module, torch.Tensor]:
     """Return a model and its input: a few kB, or 16.8 MB of float32 parameters."""
