@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed import Work
@@ -321,7 +322,6 @@ class Step:
 
     def _enter(self, offer: EpochOffer) -> None:
         """Meet the members and heal; when that fails, `membership.error` says why."""
-        self._blocked_since = time.monotonic()
         self._progress.mark(Phase.CONFIGURING)
         plan = self.membership.enter(offer)
 
@@ -330,24 +330,25 @@ class Step:
             # One who salvages a step meets us here too, and must hear that we cannot before it serves.
             self.membership.agree(True)
 
-        try:
+        with self._entering(offer):
             with SideBySide(meet, self._healer.abort):  # the state travels meanwhile
                 self._prepare_heal(plan, offer)
             self._complete_heal(plan)
-        except (GroupError, HealError) as error:
-            self._come_to_nothing(offer, error)
-        finally:
-            self._healer.end()
-            self._blocked_since = None
 
     def _finish_entering(self, offer: EpochOffer) -> None:
         """Heal whoever is behind in an epoch that the reformer has met already, this member or another."""
         plan = self.membership.plan
         assert plan is not None, "met with a plan"
-        self._blocked_since = time.monotonic()
-        try:
+        with self._entering(offer):
             self._prepare_heal(plan, offer)
             self._complete_heal(plan)
+
+    @contextmanager
+    def _entering(self, offer: EpochOffer) -> Iterator[None]:
+        """Wait for peers in the body; an epoch in which it fails has come to nothing."""
+        self._blocked_since = time.monotonic()
+        try:
+            yield
         except (GroupError, HealError) as error:
             self._come_to_nothing(offer, error)
         finally:
