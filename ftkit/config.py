@@ -80,7 +80,8 @@ class Settings:
         "file of the client certificate's key", values.read_file, also="ETCDCTL_KEY"
     )
     etcd_user: str | None = _setting(
-        "`user:password` for etcd's authentication; `ETCDCTL_PASSWORD` may hold the password",
+        "`user:password` for etcd's authentication; better as a variable, since flags show in `ps`, "
+        "or `user` alone, with the password in `ETCDCTL_PASSWORD`",
         values.read_text,
         also="ETCDCTL_USER",
         secret=True,
@@ -228,7 +229,7 @@ class Settings:
 
     def variables(self) -> dict[str, str]:
         """Return the settings as `FTKIT_` variables, for a process to be started; unset ones are left out."""
-        return _as_variables({field.name: getattr(self, field.name) for field in FIELDS})
+        return as_variables({field.name: getattr(self, field.name) for field in FIELDS})
 
     @property
     def embedded(self) -> bool:
@@ -265,26 +266,32 @@ FIELDS: tuple[Field, ...] = tuple(Field(name=f.name, **f.metadata) for f in data
 """All settings, in the order of the README's table."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, fields: Iterable[str]) -> None:
-    """Add the flags of some settings to a parser; one that is not given is None in the namespace."""
+def add_arguments(
+    parser: argparse.ArgumentParser, fields: Iterable[str], *, title: str = "", about: str | None = None
+) -> None:
+    """Add the flags of some settings to a parser; one that is not given is None in the namespace.
+
+    With a `title` they are a group of their own in the help.
+    """
+    target = parser.add_argument_group(title, about) if title else parser
     known = {field.name: field for field in FIELDS}
     for field in (known[name] for name in fields):
         text = f"{field.help} [{field.variables[0]}; default: {field.default_text}]".replace("`", "")
         text = text.replace("%", "%%")
         if field.read is values.read_bool:
-            parser.add_argument(
+            target.add_argument(
                 field.flag, dest=field.name, action=argparse.BooleanOptionalAction, default=None, help=text
             )
         else:
             metavar = field.name.rpartition("_")[2].upper()
-            parser.add_argument(
+            target.add_argument(
                 field.flag, dest=field.name, type=_argument(field), default=None, metavar=metavar, help=text
             )
 
 
 def child_environment(**settings: object) -> dict[str, str]:
     """Return this process's environment with some settings added, for a process to be started."""
-    return {**os.environ, **_as_variables(settings)}
+    return {**os.environ, **as_variables(settings)}
 
 
 def agent_store() -> bool:
@@ -359,7 +366,7 @@ def _sentence(problems: list[str]) -> str:
     )
 
 
-def _as_variables(settings: Mapping[str, object]) -> dict[str, str]:
+def as_variables(settings: Mapping[str, object]) -> dict[str, str]:
     """Write settings as `FTKIT_` variables; those that are None are left out."""
     texts: dict[str, str] = {}
     known = {field.name for field in FIELDS}
@@ -376,7 +383,8 @@ def _argument(field: Field) -> Reader:
 
     def convert(text: object) -> object:
         try:
-            return field.read(text)
+            value = field.read(text)
+            return text if value is None else value  # `off` must beat the variable: None means not given
         except ValueError as error:
             shown = "the value" if field.secret else repr(text)
             raise argparse.ArgumentTypeError(f"{shown}: {error}") from None

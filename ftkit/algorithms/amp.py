@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ftkit.algorithms.protocols import VoteManager
-from ftkit.errors import FtkitError
+from ftkit.errors import ConfigError, FtkitError
 
 __all__ = ["GradScaler"]
 
@@ -27,11 +27,20 @@ class GradScaler(torch.amp.GradScaler):
         device: the device type of the gradients.
         name: tells several scalers of one job apart.
         kwargs: what torch's GradScaler takes (`init_scale`, `growth_interval`, `enabled` …).
+
+    Raises:
+        ConfigError: the first argument is no manager, as in torch's `GradScaler("cuda")`.
     """
 
     def __init__(
         self, manager: VoteManager, device: str = "cuda", *, name: str = "grad_scaler", **kwargs: Any
     ) -> None:
+        if not callable(getattr(manager, "register_state_dict_fn", None)):
+            shown = repr(manager) if isinstance(manager, str | torch.device) else type(manager).__name__
+            raise ConfigError(
+                f"ftkit's GradScaler takes the manager first, and got {shown}: "
+                'write GradScaler(manager, "cuda")'
+            )
         super().__init__(device, **kwargs)
         self._committed = False
         manager.register_state_dict_fn(name, self._load, self.state_dict)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftkit.config import DEFAULT_ENDPOINT, EMBEDDED, Settings, child_environment
+from ftkit.config import DEFAULT_ENDPOINT, EMBEDDED, FIELDS, Settings, as_variables, child_environment
 from ftkit.config import add_arguments as add_settings
 from ftkit.errors import ConfigError
 from ftkit.launcher.embedded import embedded_etcd
@@ -35,6 +35,8 @@ examples:
     ftkit launch --groups 4 --nproc-per-group 2 --etcd http://10.0.0.1:2379 --job llm-7 -- -m my.train
   two machines, two groups each; on the second one:
     ftkit launch --groups 2 --first-index 2 --etcd http://10.0.0.1:2379 --job llm-7 -- train.py
+  give up a lost machine after 3 s, a stuck collective after 20 s:
+    ftkit launch --groups 2 --lease-ttl 3 --timeout 20 -- train.py
   keep each group's output in a file:
     ftkit launch --groups 2 --log-dir logs -- train.py
 
@@ -43,7 +45,16 @@ signal n). A launched shell script should `exec` its last command, so that SIGTE
 """
 
 _CONNECTION = ("etcd", "etcd_ca_cert", "etcd_cert", "etcd_key", "etcd_user", "job")
-_PASSED_ON = (*_CONNECTION, "min_replicas")
+_OF_EACH_GROUP = ("replica_id", "group_rank", "group_world_size", "master_addr", "master_port")
+_FLAGS = (*_CONNECTION, "min_replicas")
+_TRAINERS = tuple(
+    field.name for field in FIELDS if field.name not in (*_FLAGS, *_OF_EACH_GROUP) and not field.secret
+)
+"""What `launch` hands on as it is; a secret would show in `ps`, so that it stays a variable."""
+_ABOUT_TRAINERS = """\
+Every rank gets those that are given as its variables. All are checked here, against each other too, before
+anything starts. What the script itself says, as in Manager(timeout=30), beats them.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc-per-group", type=int, default=1, metavar="M", help="ranks of each group (default: 1)"
     )
-    add_settings(parser, _PASSED_ON)
+    add_settings(parser, _FLAGS)
     restart = parser.add_argument_group("restarts")
     restart.add_argument(
         *("--max-restarts",),
@@ -85,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a group that ran this long starts counting anew (default: {policy.healthy_after_s:g} s)",
     )
     _add_more(parser)
+    add_settings(parser, _TRAINERS, title="settings of the trainers", about=_ABOUT_TRAINERS)
 
 
 def _add_more(parser: argparse.ArgumentParser) -> None:
@@ -181,6 +193,7 @@ def _spec(args: argparse.Namespace, settings: Settings) -> LaunchSpec:
         ),
         grace_s=args.grace,
         log_dir=args.log_dir,
+        env=as_variables({name: getattr(args, name) for name in _TRAINERS}),
     )
     if settings.embedded and settings.min_replicas > spec.num_groups:
         raise ConfigError(

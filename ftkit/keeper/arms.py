@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ftkit.core import events as ev
 from ftkit.core.model import Departed, JobConfig
-from ftkit.errors import EtcdAuthError, EtcdError, KeeperError
+from ftkit.errors import EtcdAuthError, EtcdError, EtcdNoSpace, KeeperError
 from ftkit.keeper.admission import Admitted, admit
 from ftkit.keeper.etcd import Etcd
 from ftkit.keeper.inbox import ConfigSeen, Item, LetIn, RefusedBy, Trouble, Waits
@@ -145,7 +145,7 @@ class Arms:
                     self._check_obituary()
                     self._put(LetIn(self._admit(), self._etcd_version()))
                     return
-                except EtcdAuthError as error:
+                except (EtcdAuthError, EtcdNoSpace) as error:
                     if not patient:
                         self._put(RefusedBy(error))
                         return

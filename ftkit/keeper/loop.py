@@ -17,7 +17,7 @@ from ftkit import errors
 from ftkit.core import events as ev
 from ftkit.core.machine import Member
 from ftkit.core.model import FRESH
-from ftkit.errors import EtcdError, FtkitError
+from ftkit.errors import EtcdError, EtcdNoSpace, FtkitError
 from ftkit.keeper import messages as msg
 from ftkit.keeper.admission import Admitted, own_config, same_secret
 from ftkit.keeper.arms import Arms
@@ -357,7 +357,9 @@ class Keeper:
     # -- etcd --------------------------------------------------------------------------------------
 
     def _hear_trouble(self, error: Exception) -> None:
-        if not isinstance(error, EtcdError):
+        # A newcomer can do nothing about a full etcd; a member can live with it until somebody makes room.
+        outside = self._group.complete and not (self._welcomed or self._takeover)
+        if not isinstance(error, EtcdError) or (isinstance(error, EtcdNoSpace) and outside):
             self._refuse(error)
             return
         text, now = str(error), time.monotonic()

@@ -6,10 +6,14 @@ ran, and hands in a number between 0 and 1 for the jitter.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 CONFIG_EXIT = 2
 """The exit code of a configuration error: the next start would end the same way."""
+
+TERMINATED_EXIT = 128 + signal.SIGTERM
+"""A rank without a manager yet (it still imports) ends so when it is asked to leave, and loses nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,8 @@ def after_exit(
     if code == 0:
         return Finished(reason="finished" if not stopping else "left in order")
     shown = shell_code(code)
+    if stopping and shown == TERMINATED_EXIT:
+        return Finished(reason="ended by SIGTERM, as it was asked to")
     if stopping:
         return GiveUp(code=shown, reason="ended while launch was stopping")
     if code == CONFIG_EXIT:

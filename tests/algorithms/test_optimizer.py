@@ -284,3 +284,10 @@ def test_the_loss_scale_heals() -> None:
     world.members[1].heal_from(world.members[0])
     assert (b.get_scale(), b.state_dict()["_growth_tracker"]) == (32.0, 7)
     assert b.scale(torch.ones(1)).item() == 32.0
+
+
+@pytest.mark.parametrize("first", ["cpu", torch.device("cpu"), object()])
+def test_a_grad_scaler_without_a_manager_says_what_to_write(first: Any) -> None:
+    """Whoever moves a script over has torch's arguments there."""
+    with pytest.raises(ConfigError, match=r"write GradScaler\(manager"):
+        GradScaler(first)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ftkit.config import FIELDS
 from tests.cli.conftest import Running, Start, alive, eventually
 
 NO_ETCD = ("--etcd", "http://127.0.0.1:1")
@@ -51,6 +52,36 @@ def test_a_group_is_told_what_it_is(start: Start, script: Path) -> None:
     run = start("launch", "--groups", 1, *NO_ETCD, *more, "--", script, *names)
     assert run.wait() == 0
     assert run.out == ["[trainer-4] http://127.0.0.1:1 llm trainer-4 2 1 None"]
+
+
+def test_a_groups_settings_are_flags_and_beat_the_variables(start: Start, script: Path) -> None:
+    names = ("LEASE_TTL", "TIMEOUT", "PROGRESS_TIMEOUT", "INIT_SYNC", "SUSPECT_GRACE", "KEEPER_LOG")
+    write(script, "print(*(os.environ.get('FTKIT_' + n) for n in sys.argv[1:]))")
+    flags = ("--lease-ttl", 3, "--timeout", 20, "--progress-timeout", "off", "--no-init-sync")
+    variables = {"FTKIT_LEASE_TTL": "9", "FTKIT_PROGRESS_TIMEOUT": "30", "FTKIT_KEEPER_LOG": "info"}
+    run = start("launch", "--groups", 1, *NO_ETCD, *flags, "--", script, *names, env=variables)
+    assert run.wait() == 0
+    assert run.out == ["[trainer-0] 3 20 off 0 None info"]
+
+
+def test_settings_that_contradict_each_other_are_refused_before_anything_starts(
+    start: Start, script: Path
+) -> None:
+    write(script, "print('started')")
+    run = start("launch", "--groups", 1, "--lease-ttl", 70, "--", script, env={"FTKIT_OUTAGE_GRACE": "50"})
+    assert run.wait() == 2
+    assert "lease_ttl (70) must be less than outage_grace (50, from FTKIT_OUTAGE_GRACE)" in run.text
+    assert "started" not in run.text
+
+
+def test_every_setting_that_groups_share_is_a_flag_and_no_secret_is(start: Start) -> None:
+    """A token on the command line could be read by every user of the machine."""
+    run = start("launch", "--help")
+    assert run.wait() == 0
+    own = {"replica_id", "group_rank", "group_world_size", "master_addr", "master_port", "token"}
+    flags = set(re.findall(r"--[a-z-]+", run.text))
+    assert {f.flag for f in FIELDS if f.name not in own} <= flags
+    assert "--token" not in flags
 
 
 def test_ranks_of_a_group_can_meet(start: Start, script: Path) -> None:
@@ -149,6 +180,17 @@ time.sleep(60)
     run.signal(signal.SIGTERM)
     assert run.wait() == 0
     assert {f"[trainer-{i}] left in order" for i in (0, 1)} <= set(run.out)
+
+
+def test_a_group_that_still_imports_ends_in_order_too(start: Start, script: Path) -> None:
+    """It has no manager yet that could turn SIGTERM into a leave, and no step to lose."""
+    write(script, "print('importing'); time.sleep(60)")
+    run = start("launch", "--groups", 2, *NO_ETCD, "--", script)
+    run.says("[trainer-0] importing")
+    run.says("[trainer-1] importing")
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert "all 2 replica groups ended well" in run.text
 
 
 STUBBORN = """
@@ -302,7 +344,7 @@ time.sleep(float(sys.argv[1]))
         assert run.wait() == 0
     else:
         run.signal(how)
-        assert run.wait() == {signal.SIGTERM: 143, signal.SIGKILL: -9}[how]
+        assert run.wait() == {signal.SIGTERM: 0, signal.SIGKILL: -9}[how]
     eventually(lambda: not list(tmp_path.glob("ftkit-etcd-*")), "the end of etcd's data", 10)
     eventually(lambda: not etcds_below(tmp_path), "the end of etcd", 10)
 

@@ -158,6 +158,10 @@ def test_a_full_etcd_is_reported_with_what_to_do(job: str, tmp_path: Path):
         # The member lives on; it is told why its wish cannot be fulfilled.
         a.do("want", [1, 2], "")
         wait_until(lambda: "NOSPACE" in a.wait("StillWaiting")["value"]["reason"])
+        # A newcomer is not kept waiting for what only an operator can change.
+        refusal = world.start("b").wait("Refused")["value"]
+        assert refusal["error"] == "EtcdNoSpace"
+        assert "etcdctl defrag" in refusal["message"]
         # The remedy of the message works.
         etcd.delete_prefix("/filler/")
         etcdctl(server, "compact", str(etcd.status()[0].revision))

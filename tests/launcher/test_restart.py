@@ -54,7 +54,14 @@ def test_zero_means_never_and_minus_one_for_ever() -> None:
 
 
 def test_nothing_is_restarted_while_stopping() -> None:
-    assert verdict(-15, stopping=True) == GiveUp(code=143, reason="ended while launch was stopping")
+    assert verdict(-9, stopping=True) == GiveUp(code=137, reason="ended while launch was stopping")
+
+
+@pytest.mark.parametrize("code", [-15, 143])
+def test_to_end_of_sigterm_is_in_order_only_when_launch_has_sent_it(code: int) -> None:
+    """A group that still imports when launch is told to stop has no handler yet, and nothing to lose."""
+    assert verdict(code, stopping=True) == Finished(reason="ended by SIGTERM, as it was asked to")
+    assert isinstance(verdict(code), Restart)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1, exclude_max=True))
