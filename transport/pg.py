@@ -20,7 +20,6 @@ from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from transport.api import Progress
 from transport.ask import SMALL_BODY, NotPublished, ask
@@ -309,20 +308,14 @@ class _Receiver:
 
     def _arrived(self, session: Session, source: Source, start: int, end: int, busy_s: float) -> None:
         """Note the bytes of a bucket, and check the chunks that are complete."""
-        _, ledger, plan = session.work
+        _, ledger, _ = session.work
         while start < end:
             stop = min(end, (start // ledger.chunk + 1) * ledger.chunk)
             with session.changed:
                 chunk = ledger.arrived(source.address, start, stop)
                 source.bytes_received += stop - start
             if chunk is not None:
-                digest = xxhash.xxh3_128()
-                for view in plan.views(*ledger.bounds(chunk)):
-                    digest.update(view)
-                with session.changed:
-                    right = ledger.hashed(chunk, digest.digest())
-                if right is not None:
-                    session.settle(chunk, right)
+                session.check_chunk(chunk)
             start = stop
         with session.changed:
             source.busy_s += busy_s

@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import xxhash
+
+from transport.endgame import Flight
 from transport.errors import ChecksumError, SourceError
 from transport.ledger import Ledger
 from transport.link import Link
@@ -46,11 +49,16 @@ class Source:
     total_stalls: int = 0
     num_bad: int = 0
     audit_failures: int = 0
-    idle: int = 0
-    """Workers that have nothing to do."""
     bytes_received: int = 0
     busy_s: float = 0.0
     resume_at: float = 0.0
+
+    def received(self, nbytes: int) -> None:
+        """Note bytes that it has sent."""
+        self.bytes_received += nbytes
+        self.num_lost = self.num_stalls = 0
+        if self.dead is None:
+            self.last = "was sending"
 
     @property
     def report(self) -> str:
@@ -76,7 +84,7 @@ class Settings:
     report_chunks: bool = False
     """Wake the calling thread for each chunk, because somebody wants to see the progress."""
     slow_s: float = 0.5
-    """How long an extent may take before it is looked at whether an idle source would be faster."""
+    """How long an extent may take before it is looked at whether an idle stream would be faster."""
 
 
 class Session:
@@ -93,6 +101,8 @@ class Session:
         """The source that gave the manifest."""
         self.plan: Plan | None = None
         self.ledger: Ledger | None = None
+        self.flights: set[Flight] = set()
+        """The extents under way over HTTP."""
         self.hurry = False
         """Something went wrong with a source: ask the others at once."""
         self.num_workers = 0
@@ -191,6 +201,17 @@ class Session:
             self.hurry = True
             self.changed.notify_all()
 
+    def check_chunk(self, chunk: int) -> None:
+        """Hash a chunk that is there, and settle it if its checksum is known already."""
+        _, ledger, plan = self.work
+        digest = xxhash.xxh3_128()
+        for view in plan.views(*ledger.bounds(chunk)):
+            digest.update(view)
+        with self.changed:
+            right = ledger.hashed(chunk, digest.digest())
+        if right is not None:
+            self.settle(chunk, right)
+
     def settle(self, chunk: int, right: bool) -> None:
         """Put a chunk whose checksum is known to be right in its place, or have it fetched again."""
         _, ledger, plan = self.work
@@ -198,7 +219,7 @@ class Session:
         if right:
             plan.accept(start, end)
             with self.changed:
-                ledger.verified(chunk)
+                ledger.verify(chunk)
                 self.bytes_done += end - start
                 if ledger.complete or self.settings.report_chunks:
                     self.changed.notify_all()
@@ -214,10 +235,14 @@ class Session:
             self.version,
             " and ".join(source.address for source in blamed),
         )
-        if len(blamed) != 1:
-            return  # sent by several, so that nobody knows whose part was wrong
+        if len(blamed) == 1:
+            self.blame(blamed[0], start, end)
+        # Else nobody knows whose part was wrong: the next time it comes from one source.
+
+    def blame(self, source: Source, start: int, end: int) -> None:
+        """Note that a source has sent a chunk with a wrong checksum."""
         with self.changed:
-            blamed[0].num_bad += 1
-        self.note(blamed[0], f"sent bytes {start} to {end} with a wrong checksum")
-        if blamed[0].num_bad >= MAX_BAD:
-            self.kill(blamed[0], ChecksumError(f"it sent {blamed[0].num_bad} chunks with a wrong checksum"))
+            source.num_bad += 1
+        self.note(source, f"sent bytes {start} to {end} with a wrong checksum")
+        if source.num_bad >= MAX_BAD:
+            self.kill(source, ChecksumError(f"it sent {source.num_bad} chunks with a wrong checksum"))

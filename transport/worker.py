@@ -6,19 +6,17 @@ pause, or the end of that source; what several workers share is in `session.py`.
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Final
 
-import xxhash
-
 from transport import wire
 from transport.ask import NotPublished, OtherLayout, ask, checked_body
+from transport.endgame import Flight, slowest, split
 from transport.errors import MalformedState, ProtocolError, SourceError, TokenRefused, VersionMismatch
 from transport.ledger import Extent, Ledger
-from transport.link import Garbled, Link, Lost, Reply
+from transport.link import Garbled, Link, Lost
 from transport.manifest import MAX_MANIFEST, Manifest, parse
-from transport.place import Plan
+from transport.receive import Beaten, Overdue, Receiver
 from transport.session import Over, Session, Source
 
 POLL_S: Final = 2.0
@@ -31,11 +29,6 @@ MAX_LOST: Final = 3
 """Broken connections in a row, without a byte in between, after which a source is asked no more."""
 VERSION_GRACE_S: Final = 0.5
 """How long a source may still have another version published: it may be about to change."""
-CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
-
-
-class _Slow(Exception):
-    """An idle source would be faster."""
 
 
 class Worker:
@@ -44,40 +37,33 @@ class Worker:
     def __init__(self, session: Session, source: Source, *, first: bool) -> None:
         self.session = session
         self.source, self.first = source, first
-        self._extent: Extent | None = None
-        self._at = 0
-        """Position in the extent: all before it has arrived."""
-        self._mark, self._marked_at = 0, 0.0
-        """An earlier position, and when it was reached."""
+        self._receiver = Receiver(session, source)
+        self._link: Link | None = None
 
     def run(self) -> None:
         """Work until the fetch is over or the source is dead."""
-        link: Link | None = None
         with self.session.changed:
             self.session.num_workers += 1
         try:
-            link = self.session.new_link(self.source, self._check)
             if self.first:
                 self._wait_turn()
             while self._alive():
-                self._once(link)
+                if self._link is None:
+                    self._link = self.session.new_link(self.source, self._receiver.check)
+                self._once(self._link)
         except Over:
             pass
         except Exception as error:
             self.session.fail(error)  # not the source's fault: the calling thread raises it
         finally:
-            if link is not None:
-                self.session.drop_link(link)
+            self._drop_link()
             with self.session.changed:
                 self.session.num_workers -= 1
 
-    def _check(self) -> None:
-        """Raise if there is a reason to stop waiting for the source."""
-        self.session.check()
-        if self.source.dead is not None:
-            raise Over  # for this worker, because of what another has found out
-        if self._extent is not None and self._too_slow(self._extent):
-            raise _Slow
+    def _drop_link(self) -> None:
+        if self._link is not None:
+            self.session.drop_link(self._link)
+            self._link = None
 
     def _alive(self) -> bool:
         self.session.check()
@@ -90,16 +76,21 @@ class Worker:
             self._pause()
             if not source.ready:
                 self._introduce(link)
-            elif (extent := self._next_extent()) is not None:
-                self._receive(link, extent)
+            elif isinstance(job := self._next_job(), Extent):
+                self._receiver.extent(link, job)
+            elif job is not None:
+                self._receiver.second_copy(link, job)
             return
         except NotPublished:
             if source.ready:
                 session.kill(source, SourceError("it has withdrawn the version in the middle"))
             session.note(source, "has published nothing yet", PAUSE_S)
             return
-        except _Slow:
+        except Beaten:
             session.note(source, "was slower than an idle source", MAX_PAUSE_S)
+            self._drop_link()  # it has been cut, for good
+        except Overdue:
+            session.note(source, "took too long over its share", MAX_PAUSE_S)
         except wire.Stalled:
             source.total_stalls += 1
             source.num_stalls += self._is_news()
@@ -199,105 +190,37 @@ class Worker:
 
     # bytes
 
-    def _next_extent(self) -> Extent | None:
+    def _next_job(self) -> Extent | Flight | None:
+        """Wait for bytes to fetch; at the end, help a stream that is slow."""
         session, source = self.session, self.source
+        slow_s = session.settings.slow_s
         with session.changed:
             _, ledger, _ = session.work
-            source.idle += 1
-            try:
-                while source.dead is None:
-                    self.session.check()
-                    usable = [s.address for s in session.sources if s.ready and s.dead is None]
-                    extent = ledger.take(source.address, usable, session.num_workers)
-                    if extent is not None:
-                        return extent
-                    session.wait()
-            finally:
-                source.idle -= 1
+            while source.dead is None:
+                session.check()
+                usable = [s.address for s in session.sources if s.ready and s.dead is None]
+                extent = ledger.take(source.address, usable, session.num_workers)
+                if extent is not None:
+                    return extent
+                flight = slowest(
+                    session.flights,
+                    source.address,
+                    source.rate,
+                    chunk=ledger.chunk,
+                    now=time.monotonic(),
+                    slow_s=slow_s,
+                )
+                if flight is not None and (job := self._share(flight, ledger)) is not None:
+                    return job
+                session.wait(slow_s / 2)
         return None
 
-    def _receive(self, link: Link, extent: Extent) -> None:
-        """Receive an extent into its place; whatever happens, the rest of it goes back."""
-        session, source = self.session, self.source
-        manifest, ledger, plan = session.work
-        avoid = extent.avoid
-        begun = time.monotonic()
-        self._extent, self._at = extent, extent.start
-        self._mark, self._marked_at = extent.start, begun
-        try:
-            headers = {
-                "Range": f"bytes={extent.start}-{extent.end - 1}",
-                "If-Match": f'"{manifest.etag}"',
-            }
-            reply = ask(link, session.version, "data", headers)
-            _check_range(reply, extent)
-            while self._at < extent.end:
-                self._receive_chunk(link, ledger, plan, extent.end)
-        except _Slow:
-            avoid |= {source.address}
-            raise
-        finally:
-            self._extent = None
-            with session.changed:
-                ledger.give_back(self._at, extent.end, avoid)
-                source.busy_s += time.monotonic() - begun
-                if self._at < extent.end:
-                    session.changed.notify_all()
-
-    def _receive_chunk(self, link: Link, ledger: Ledger, plan: Plan, end: int) -> None:
-        """Receive up to the end of the chunk or of the extent; check the chunk if it is complete."""
-        source = self.source
-        stop = min(end, (self._at // ledger.chunk + 1) * ledger.chunk)
-        views = plan.views(self._at, stop)
-        while views:
-            n = link.read_into(views)
-            with self.session.changed:
-                complete = ledger.arrived(source.address, self._at, self._at + n)
-                self._at += n
-                source.bytes_received += n
-                source.num_lost = source.num_stalls = 0
-                if source.dead is None:
-                    source.last = "was sending"
-            if complete is not None:
-                self._check_chunk(ledger, plan, complete)
-            self._check()
-            views = wire.advance(views, n)
-
-    def _check_chunk(self, ledger: Ledger, plan: Plan, chunk: int) -> None:
-        digest = xxhash.xxh3_128()
-        for view in plan.views(*ledger.bounds(chunk)):
-            digest.update(view)
-        with self.session.changed:
-            right = ledger.hashed(chunk, digest.digest())
-        if right is not None:
-            self.session.settle(chunk, right)
-
-    def _too_slow(self, extent: Extent) -> bool:
-        """Say whether a source that has nothing to do would bring the rest of the extent much sooner."""
-        now, left = time.monotonic(), extent.end - self._at
-        elapsed = now - self._marked_at
-        if elapsed < self.session.settings.slow_s or not left:
-            return False
-        # Of late, not since the beginning: what a source did before it began to crawl does not count.
-        mine = (self._at - self._mark) / elapsed
-        self._mark, self._marked_at = self._at, now
-        with self.session.changed:
-            idle = [
-                s
-                for s in self.session.sources
-                if s is not self.source and s.idle and s.ready and s.dead is None and s.resume_at <= now
-            ]
-            if all(s.address in extent.avoid for s in idle):
-                return False  # there is none, or none that may be asked
-            theirs = max(s.rate for s in idle)
-        if not mine or not theirs:
-            return not mine or left / mine > 2.0
-        return left / mine > 2 * left / theirs + 0.25
-
-
-def _check_range(reply: Reply, extent: Extent) -> None:
-    """Make sure that the body is exactly the extent."""
-    found = CONTENT_RANGE.fullmatch(reply.headers.get("content-range", ""))
-    fits = reply.status == 206 and reply.length == extent.end - extent.start and found is not None
-    if not fits or found is None or (int(found[1]), int(found[2]) + 1) != (extent.start, extent.end):
-        raise Garbled("it sent another range than the one asked for")
+    def _share(self, flight: Flight, ledger: Ledger) -> Extent | Flight | None:
+        """Take over what a slow stream has not begun, else race it for its last chunk."""
+        extent = split(flight, ledger.chunk)
+        if extent is not None:
+            return extent
+        if ledger.missing((flight.end - 1) // ledger.chunk) != flight.left:
+            return None  # a third one is sending another part of it
+        flight.rival = self.source.address
+        return flight

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.transport.proxy import Mangle, Proxy
 from transport import HTTPTransport
 
 
@@ -29,6 +30,19 @@ def make_transport() -> Iterator[Callable[..., HTTPTransport]]:
     yield make
     for transport in made:
         transport.close()
+
+
+@pytest.fixture
+def make_proxy() -> Iterator[Callable[..., Proxy]]:
+    made: list[Proxy] = []
+
+    def make(target: str, mangle: Mangle) -> Proxy:
+        made.append(Proxy(target, mangle))
+        return made[-1]
+
+    yield make
+    for proxy in made:
+        proxy.close()
 
 
 @pytest.fixture

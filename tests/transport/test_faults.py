@@ -5,7 +5,6 @@ The others finish it, or the error says who did what.
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.transport.source_process import make_state
 from transport import (
     ChecksumError,
     HTTPTransport,
@@ -31,32 +31,6 @@ from transport import (
 HERE = Path(__file__).parent
 MB = 1 << 20
 Make = Callable[..., HTTPTransport]
-
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"transport_tests_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-make_state = load("source_process").make_state
-Proxy = load("proxy").Proxy
-
-
-@pytest.fixture
-def make_proxy() -> Iterator[Callable[..., Any]]:
-    made: list[Any] = []
-
-    def make(target: str, mangle: Callable[..., bytes | None]) -> Any:
-        made.append(Proxy(target, mangle))
-        return made[-1]
-
-    yield make
-    for proxy in made:
-        proxy.close()
 
 
 def zeros(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
