@@ -29,8 +29,8 @@ FLOORS = {
     "ftkit.dashboard": 7,
     "ftkit.demo": 7,
     "ftkit.bench": 7,
-    "ftkit.chaos": 7,
-    "ftkit.cli": 8,
+    "ftkit.chaos": 8,
+    "ftkit.cli": 9,
 }
 """The floor of each unit. A unit may import itself and units of lower floors, never a neighbour."""
 

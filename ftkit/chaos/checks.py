@@ -218,8 +218,8 @@ def readable(log: Log) -> Outcome:
     )
 
 
-DEADLY = frozenset({"SIGKILL"})
-"""Kinds of fault after which a process says no last word."""
+DEADLY = frozenset({"SIGKILL", "raise"})
+"""Kinds of fault after which a process ends with an error, or without a last word."""
 
 
 def survivors_stay(log: Log) -> Outcome:
@@ -229,17 +229,17 @@ def survivors_stay(log: Log) -> Outcome:
     unexplained = on_purpose = 0
     for life in log.lives:
         end = life.end
-        if end is not None:
+        if life.pid in killed and (end is None or end.line.error):
+            on_purpose += 1
+        elif end is not None:
             if end.line.error:
                 wrong.append(Violation(end.where, f"{life.name} ended with {end.line.error}"))
-        elif life.pid in killed:
-            on_purpose += 1
         else:
             unexplained += 1
             if log.over:
                 text = f"{life.name} has ended without a word, and no fault accounts for it"
                 wrong.append(Violation(life.entries[-1].where, text))
-    note = f"processes, {on_purpose} killed on purpose"
+    note = f"processes, {on_purpose} ended on purpose"
     if unexplained and not log.over:
         note += f", {unexplained} without a last word (killed, or still running: no fault lines tell)"
     return outcome("survivors never end with an error", len(log.lives), note, wrong, "there is no process")

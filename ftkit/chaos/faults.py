@@ -1,6 +1,6 @@
 """Decide which faults strike whom and when: a pure function of a seed, so that a bad night can be replayed.
 
-It knows neither processes nor clocks; `scripts/chaos.py` carries a plan out.
+It knows neither processes nor clocks; `job` and `live` carry a plan out.
 """
 
 from __future__ import annotations
@@ -10,41 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ftkit.chaos.kinds import ALL, DEFAULT, FREEZES, GROUP_FAULTS, SHORT, STARTS_AGAIN, TAKES_TWO
 from ftkit.errors import ConfigError
-
-TRAINER_FAULTS = (
-    "kill",
-    "lose-machine",
-    "blink",
-    "freeze",
-    "freeze-trainer",
-    "drain",
-    "kill-keeper",
-    "revoke-lease",
-)
-"""Faults that strike one replica group."""
-
-ETCD_FAULTS = ("etcd-kill", "etcd-restart", "etcd-freeze", "etcd-wipe", "etcd-compact")
-"""Faults that strike etcd."""
-
-KINDS = TRAINER_FAULTS + ETCD_FAULTS
-
-MEANING = {
-    "kill": "SIGKILL to the trainer",
-    "lose-machine": "SIGKILL to the keeper and the trainer: nobody is left to tell of the death",
-    "blink": "SIGSTOP to trainer and keeper for less than the lease's life",
-    "freeze": "SIGSTOP to trainer and keeper for longer than the lease's life",
-    "freeze-trainer": "SIGSTOP to the trainer alone, for longer than the lease's life",
-    "drain": "SIGTERM to the trainer: it leaves at a step boundary, and another one starts in its place",
-    "kill-keeper": "SIGKILL to the keeper; training goes on",
-    "revoke-lease": "revoke the member's lease: its keys vanish although it lives",
-    "etcd-kill": "SIGKILL to etcd, started again with its data",
-    "etcd-restart": "SIGTERM to etcd, started again with its data",
-    "etcd-freeze": "SIGSTOP to etcd for longer than a lease's life: all leases are lost at once",
-    "etcd-wipe": "SIGKILL to etcd, its data deleted, started again",
-    "etcd-compact": "compact etcd's history up to the present: watches must begin anew",
-}
-"""What each kind of fault does."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,9 +21,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the faults began; the runner may have to wait longer."""
     kind: str
     victim: int = -1
-    """Number of the replica group; -1: etcd."""
+    """Number of the replica group; -1: etcd, or all groups."""
     lasting: float = 0.0
-    """Seconds until the fault is taken back (SIGCONT, etcd's new start)."""
+    """Seconds until the fault is taken back (SIGCONT, etcd's new start, the network's repair)."""
+    chance: float = 0.0
+    """From 0 to 1, what else is left to the seed: the bit, the moment inside a phase, which etcd server."""
     calm: bool = True
     """Wait until all replica groups train together; otherwise strike in the middle of a recovery."""
 
@@ -73,7 +42,7 @@ def plan(
     groups: int = 3,
     every_s: float = 5.0,
     lease_ttl: float = 2.0,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = DEFAULT,
     turmoil: float = 0.25,
 ) -> list[Fault]:
     """Return the faults of a run, in the order of time; equal arguments give equal plans.
@@ -84,14 +53,18 @@ def plan(
     Raises:
         ConfigError: an unknown kind, or numbers that make no plan.
     """
-    unknown = sorted(set(kinds) - set(KINDS))
+    unknown = sorted(set(kinds) - set(ALL))
     if unknown or not kinds:
-        raise ConfigError(f"unknown kinds of faults: {unknown or 'none given'}; there are {', '.join(KINDS)}")
+        raise ConfigError(f"unknown kinds of faults: {unknown or 'none given'}; there are {', '.join(ALL)}")
     if groups < 1 or every_s <= 0 or seconds < 0 or lease_ttl <= 0 or not 0 <= turmoil <= 1:
         raise ConfigError(
             f"no plan for groups={groups}, seconds={seconds:g}, every_s={every_s:g}, "
             f"lease_ttl={lease_ttl:g}, turmoil={turmoil:g}"
         )
+    if groups <= 2:
+        kinds = [k for k in kinds if k not in TAKES_TWO]
+        if not kinds:
+            raise ConfigError(f"{', '.join(TAKES_TWO)} take out two groups: give --groups 3")
     rng = random.Random(seed)
     faults: list[Fault] = []
     deck: list[str] = []
@@ -103,14 +76,16 @@ def plan(
         kind = deck.pop()
         # All are drawn for each fault, so that one of them does not shift all that follow.
         victim, length, unrest, gap = rng.randrange(groups), rng.random(), rng.random(), rng.uniform(0.4, 1.6)
+        chance = rng.random()
         faults.append(
             Fault(
                 at=round(at, 6),
                 kind=kind,
-                victim=victim if kind in TRAINER_FAULTS else -1,
+                victim=victim if kind in GROUP_FAULTS else -1,
                 lasting=round(_lasting(kind, length, lease_ttl), 6),
-                # A wiped etcd is refilled by members that run: some must.
-                calm=unrest >= turmoil or kind == "etcd-wipe",
+                chance=round(chance, 6),
+                # A wiped etcd is refilled by members that run: some must. A source dies after another member.
+                calm=unrest >= turmoil or kind in ("etcd-wipe", *TAKES_TWO),
             )
         )
         at += gap * every_s
@@ -119,10 +94,10 @@ def plan(
 
 def _lasting(kind: str, length: float, lease_ttl: float) -> float:
     """Return how long a fault lasts; `length` is from 0 to 1."""
-    if kind == "blink":
+    if kind in SHORT:
         return lease_ttl * (0.1 + 0.6 * length)
-    if kind in ("freeze", "freeze-trainer", "etcd-freeze"):
+    if kind in FREEZES:
         return lease_ttl * (1.5 + 1.5 * length)
-    if kind in ("etcd-kill", "etcd-restart", "etcd-wipe"):
+    if kind in STARTS_AGAIN:
         return 0.1 + 2.0 * lease_ttl * length * length
     return 0.0

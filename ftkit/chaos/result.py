@@ -30,9 +30,14 @@ class Result(msgspec.Struct, kw_only=True):
     fault_free_steps_per_s: float
     seconds: float
     num_skipped: int
+    begun: float
+    """When the faults began; the clock of `strikes`."""
     strikes: list[Strike]
+    commits: list[float]
+    """When each step of the surviving lineage was committed, seconds after `begun`."""
     growth: list[Growth]
-    etcd_bytes: int
+    etcd_bytes: list[int]
+    """Size of etcd's database before the first fault and after the last."""
     verdict: Verdict
     folder: str
 
@@ -45,9 +50,10 @@ def report(result: Result) -> str:
         most = {k: max(getattr(g, k) for g in result.growth) for k in ("descriptors", "threads", "rss_kib")}
         lines.append(
             f"most growth of one of {len(result.growth)} processes that lived on: {most['descriptors']} "
-            f"descriptors, {most['threads']} threads, {most['rss_kib']} KiB; etcd's data: "
-            f"{result.etcd_bytes // 1024} KiB"
+            f"descriptors, {most['threads']} threads, {most['rss_kib']} KiB"
         )
+    sizes = " and then ".join(f"{size // 1024} KiB" for size in result.etcd_bytes)
+    lines.append(f"etcd's database: {sizes}")
     if result.num_skipped:
         lines.append(f"{result.num_skipped} faults of the plan were not reached in time")
     pace = (
