@@ -28,7 +28,8 @@ from transport.errors import SourceError
 from transport.http import HTTPTransport
 from transport.link import Garbled, Lost
 from transport.manifest import Manifest
-from transport.publication import Publication, Withdrawn
+from transport.publication import Publication
+from transport.readers import Withdrawn
 from transport.session import Over, Session, Source
 from transport.staging import HostReader
 from transport.wire import Stalled

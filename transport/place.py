@@ -92,6 +92,17 @@ class Plan:
             index += 1
         return result
 
+    def in_place(self, start: int, end: int) -> bool:
+        """Say whether the memory for these bytes stays as it is once they have come."""
+        index = bisect.bisect_right(self._starts, start) - 1
+        while start < end:
+            home = self._homes[index]
+            if home.memory.device.type != "cpu":
+                return False  # only on their way there
+            start = home.block.offset + home.block.nbytes
+            index += 1
+        return True
+
     @torch.no_grad()
     def accept(self, start: int, end: int) -> None:
         """Note that these bytes (never before accepted ones) have arrived and are verified."""

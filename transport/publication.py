@@ -19,6 +19,8 @@ import xxhash
 
 from transport.encoded import Encoded
 from transport.manifest import dump
+from transport.readers import Withdrawn
+from transport.share import ShareBoard
 from transport.staging import HostReader
 
 log = logging.getLogger(__name__)
@@ -27,10 +29,6 @@ INLINE_HASHES: Final = 16 << 20
 """Up to this size of state its checksums travel with the manifest: computing them takes about 1 ms."""
 
 CUT_WAIT_S: Final = 10.0
-
-
-class Withdrawn(Exception):
-    """The state is not served any more."""
 
 
 class Sender(Protocol):
@@ -45,6 +43,7 @@ class Publication:
 
     def __init__(self, encoded: Encoded, sender: Sender | None = None) -> None:
         self.encoded = encoded
+        self.on_cpu = encoded.on_cpu
         self.sender = sender
         self.version = encoded.manifest.version
         self._changed = threading.Condition()
@@ -122,6 +121,8 @@ class Board:
     """The place where the current publication hangs; requests look here, and may wait for one."""
 
     def __init__(self) -> None:
+        self.shares = ShareBoard()
+        """Beside it, what this process serves of the state that it is fetching itself."""
         self._changed = threading.Condition()
         self._current: Publication | None = None
         self._closed = False
@@ -151,6 +152,7 @@ class Board:
 
     def close(self) -> None:
         """Let all that wait return."""
+        self.shares.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -8,6 +8,8 @@ bytes. All routes are under `/v1/<version>/`, the version percent-encoded:
     state.safetensors        the whole state as a file
     data                     its data section alone: the same bytes at the same offsets at all sources
     send?...                 have its bytes sent over a process group, see `pg.py`
+    have?known=n             which chunks a joiner has verified, one bit each, once they are more than n
+    part                     the data section of a joiner; ask only for bytes of chunks that it has
 
 `?wait=s` on any of them waits up to `s` seconds for a state to be published.
 """
@@ -25,6 +27,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import xxhash
 
 from transport.publication import Board, Publication
+from transport.share import Share
 from transport.staging import HostReader
 from transport.wire import BadHead, parse_head
 
@@ -63,7 +66,7 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     length: int = -1
-    publication: Publication | None = None
+    publication: Publication | Share | None = None
     views: Callable[[HostReader], Iterator[memoryview]] | None = None
     close: bool = False
 
@@ -120,6 +123,11 @@ def respond(request: Request, token: str, board: Board, reader: HostReader) -> R
     if len(parts) != 4 or parts[:2] != ["", "v1"]:
         return error(404, "no such path; try /v1/<version>/manifest")
     version, what = unquote(parts[2]), parts[3]
+    if what in _SHARE_ROUTES:
+        share = board.shares.wait(version, _wait_s(request))
+        if share is None:
+            return error(404, "no share of this version is served")
+        return _SHARE_ROUTES[what](request, share)
     route = _ROUTES.get(what)
     if route is None:
         return error(404, "no such path; try /v1/<version>/manifest")
@@ -191,6 +199,31 @@ def _file(request: Request, publication: Publication, reader: HostReader) -> Res
     return _ranged(request, publication, encoded.file_etag, len(header) + encoded.size, views)
 
 
+def _have(request: Request, share: Share) -> Response:
+    try:
+        known = int(request.query.get("known", "-1"))
+    except ValueError:
+        return error(400, "known must be a number")
+    raw = share.have(known, _wait_s(request))
+    headers = {
+        "Content-Type": "application/octet-stream",
+        CHECKSUM: xxhash.xxh3_128_hexdigest(raw),
+        "ETag": f'"{share.etag}"',
+    }
+    return Response(200, headers, raw)
+
+
+def _part(request: Request, share: Share) -> Response:
+    response = _ranged(
+        request, share, share.etag, share.size, lambda start, end, reader: share.views(start, end)
+    )
+    wanted = parse_range(request.headers.get("range", ""), share.size)
+    if response.status == 206 and wanted and share.covers(*wanted):
+        return response
+    return response if response.status == 412 else error(416, "ask for bytes of chunks that are here")
+
+
+_SHARE_ROUTES: Final[dict[str, Callable[[Request, Share], Response]]] = {"have": _have, "part": _part}
 _ROUTES: Final[dict[str, Callable[[Request, Publication, HostReader], Response]]] = {
     "manifest": _manifest,
     "hashes": _hashes,
@@ -202,7 +235,7 @@ _ROUTES: Final[dict[str, Callable[[Request, Publication, HostReader], Response]]
 
 def _ranged(
     request: Request,
-    publication: Publication,
+    publication: Publication | Share,
     etag: str,
     size: int,
     views: Callable[[int, int, HostReader], Iterator[memoryview]],

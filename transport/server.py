@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from transport import wire
-from transport.publication import Board, Withdrawn
+from transport.publication import Board
+from transport.readers import Withdrawn
 from transport.routes import REASONS, Response, error, parse_request, respond
 from transport.staging import HostReader
 
@@ -254,7 +255,7 @@ class _Connection:
             wire.send_views(self.sock, [head, memoryview(response.body)], batch=True)
         else:
             assert response.publication is not None
-            on_cpu = response.publication.encoded.on_cpu
+            on_cpu = response.publication.on_cpu
             wire.send_views(self.sock, _chain(head, response.views(self._reader)), batch=on_cpu)
 
 
