@@ -20,7 +20,7 @@ from ftkit.chaos.gauges import Gauges
 from ftkit.chaos.kinds import TABLE, TAKES_TWO
 from ftkit.chaos.network import Network
 from ftkit.chaos.orders import Orders
-from ftkit.chaos.processes import keepers_of
+from ftkit.chaos.processes import is_trainer, keepers_of
 from ftkit.chaos.servers import Servers
 from ftkit.chaos.strikes import Victim, order_for
 from ftkit.config import child_environment
@@ -216,10 +216,10 @@ class Job:
         pid = self.story.pid(name)
         assert pid is not None, "only those that have started are struck"
 
-        def note(number: signal.Signals, pid: int) -> None:
-            self.note("fault", kind=number.name, pid=pid, replica=name)
+        def note(number: signal.Signals, whose: int) -> None:
+            self.note("fault", kind=number.name, pid=whose, replica=name)
 
-        return Victim(name, [pid], note)
+        return Victim(name, pid, note, lambda: is_trainer(pid, name))
 
     def _revoke(self, name: str) -> None:
         with contextlib.suppress(FtkitError), self.etcd.client() as client:

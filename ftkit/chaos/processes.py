@@ -1,7 +1,7 @@
 """Find a trainer's processes on this machine, and signal them without ever hitting another one.
 
-A pid is only a number: it may have gone to somebody else. Each signal goes through a pidfd whose process has
-been looked at after it was opened.
+A pid is only a number: it may have gone to somebody else. Each signal goes through a pidfd, whose process has
+been looked at after that was opened.
 """
 
 from __future__ import annotations
@@ -48,14 +48,31 @@ def is_trainer(pid: int, replica_id: str) -> bool:
     return variables_of(pid).get("FTKIT_REPLICA_ID") == replica_id
 
 
-def send(pid: int, number: signal.Signals, is_meant: Callable[[int], bool]) -> bool:
-    """Signal a process if it is the one that is meant; say whether it was sent."""
-    with contextlib.suppress(OSError):
-        descriptor = os.pidfd_open(pid)
-        try:
-            if is_meant(pid):
-                signal.pidfd_send_signal(descriptor, number)
-                return True
-        finally:
-            os.close(descriptor)
-    return False
+class Process:
+    """One process, whatever its pid is used for later."""
+
+    def __init__(self, pid: int) -> None:
+        """Raise ProcessLookupError when there is none."""
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; nothing happens when the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._descriptor)
+
+
+def find(pid: int, is_meant: Callable[[], bool]) -> Process | None:
+    """Return a process if it is the one that is meant, which is asked when its pid cannot change any more."""
+    try:
+        process = Process(pid)
+    except OSError:
+        return None
+    if is_meant():
+        return process
+    process.close()
+    return None

@@ -156,7 +156,7 @@ class Proxy:
         self.num_connections += 1
         writers = [writer]
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, asyncio.CancelledError):  # cancelled: the proxy is closed
                 far_reader, far_writer = await asyncio.open_connection(*self._target)
                 writers.append(far_writer)
                 self._writers.update(writers)

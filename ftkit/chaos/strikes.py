@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ftkit.chaos.faults import Fault
 from ftkit.chaos.orders import Order
-from ftkit.chaos.processes import is_keeper, is_trainer, keepers_of, send
+from ftkit.chaos.processes import Process, find, keepers_of
 
 Undo = Callable[[], None]
 Note = Callable[[signal.Signals, int], None]
@@ -18,52 +18,56 @@ Note = Callable[[signal.Signals, int], None]
 
 SIGNALS = {
     "kill": (signal.SIGKILL, "trainer"),
-    "lose-machine": (signal.SIGKILL, "keeper first"),
-    "blink": (signal.SIGSTOP, "keeper first"),
-    "freeze": (signal.SIGSTOP, "keeper first"),
+    "lose-machine": (signal.SIGKILL, "keeper, trainer"),
+    "blink": (signal.SIGSTOP, "keeper, trainer"),
+    "freeze": (signal.SIGSTOP, "keeper, trainer"),
     "freeze-trainer": (signal.SIGSTOP, "trainer"),
     "expire-lease": (signal.SIGSTOP, "keeper"),
     "drain": (signal.SIGTERM, "trainer"),
     "kill-keeper": (signal.SIGKILL, "keeper"),
 }
-"""What a kind of fault sends, and to whom."""
+"""What a kind of fault sends, and to whom: the keeper first, who of a lost machine can tell nothing."""
 
 
 class Victim:
     """The processes of one replica group on this machine."""
 
-    def __init__(
-        self, name: str, pids: Sequence[int], note: Note, is_meant: Callable[[int], bool] | None = None
-    ) -> None:
-        """`pids` are its trainers, one per rank; `is_meant` proves that a pid is still one of them."""
+    def __init__(self, name: str, pid: int, note: Note, is_meant: Callable[[], bool]) -> None:
+        """`pid` is its trainer's, of group rank 0; `is_meant` proves that this is still the one."""
         self.name = name
-        self.pids = tuple(pids)
-        self.keepers = tuple(k for pid in pids for k in keepers_of(pid))
         self._note = note
-        self._is_meant = is_meant or (lambda pid: is_trainer(pid, name))
+        trainer = find(pid, is_meant)
+        self._trainers = [] if trainer is None else [trainer]
+        # While we hold the trainer, its children are its own.
+        pids = [] if trainer is None else keepers_of(pid)
+        found = [find(keeper, lambda k=keeper: k in keepers_of(pid)) for keeper in pids]  # type: ignore[misc]
+        self._keepers = [keeper for keeper in found if keeper is not None]
 
     def strike(self, kind: str) -> Undo | None:
         """Send what the kind says; return what takes it back, None when that cannot be."""
         number, whom = SIGNALS[kind]
-        # A lost machine: the keeper must not live to see its trainer die.
-        keepers = self.keepers if "keeper" in whom else ()
-        trainers = self.pids if whom != "keeper" else ()
-        self._signal(number, keepers, is_keeper)
-        self._signal(number, trainers, self._is_meant)
-        if number != signal.SIGSTOP:
-            return None
+        struck: list[Process] = []
+        if "keeper" in whom:
+            struck += self._keepers
+        if "trainer" in whom:
+            struck += self._trainers
+        self._signal(number, struck)
+        if number == signal.SIGSTOP:
+            return lambda: self._end(signal.SIGCONT, struck)
+        self._end(None, ())
+        return None
 
-        def undo() -> None:
-            self._signal(signal.SIGCONT, keepers, is_keeper)
-            self._signal(signal.SIGCONT, trainers, self._is_meant)
+    def _signal(self, number: signal.Signals, processes: Sequence[Process]) -> None:
+        for process in processes:
+            self._note(number, process.pid)
+            process.signal(number)
 
-        return undo
-
-    def _signal(self, number: signal.Signals, pids: Sequence[int], is_meant: Callable[[int], bool]) -> None:
-        for pid in pids:
-            if is_meant(pid):
-                self._note(number, pid)
-                send(pid, number, is_meant)
+    def _end(self, number: signal.Signals | None, processes: Sequence[Process]) -> None:
+        if number is not None:
+            self._signal(number, processes)
+        for process in (*self._keepers, *self._trainers):
+            process.close()
+        self._keepers, self._trainers = [], []
 
 
 ACTS = {"raise-in-update": "raise"}

@@ -47,6 +47,7 @@ ENTRIES = (
     Entry("drain", "ftkit.cli.drain", "ask a replica group to leave at its next step boundary"),
     Entry("evict", "ftkit.cli.evict", "throw a replica group out at once"),
     Entry("verify", "ftkit.cli.verify", "check from the logs of all trainers that nothing was lost"),
+    Entry("chaos", "ftkit.cli.chaos", "kill, freeze and drain members of a running job, by a seed"),
     Entry("doctor", "ftkit.cli.doctor", "check etcd, the settings and this machine"),
     Entry("bench", "ftkit.cli.bench", "measure recovery and overhead"),
 )
