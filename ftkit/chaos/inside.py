@@ -135,6 +135,8 @@ class Saboteur:
             self._kill(order)
         else:
             self._note(order.act, phase)
+        if order.act == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if order.act == "raise":
             raise Injected(f"told to fail in {phase}")
         if order.act == "hold-gil":

@@ -16,7 +16,7 @@ PHASES = ("forward", "backward", "vote", "update", "updated", "want", "meeting",
 `want` begins when a ticket is asked for, `meeting` when an epoch is published, `heal` when a state is served
 or received."""
 
-ACTS = ("kill", "raise", "hold-gil", "nan", "flip-bit", "corrupt")
+ACTS = ("kill", "stop", "raise", "hold-gil", "nan", "flip-bit", "corrupt")
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,13 +12,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ftkit.chaos.orders import Orders
+
 TRAINER = Path(__file__).with_name("trainer.py")
 
 
 class Group:
     """One process of one replica group."""
 
-    def __init__(self, folder: Path, replica_id: str, env: dict[str, str], args: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        replica_id: str,
+        env: dict[str, str],
+        args: tuple[str, ...],
+        wrap: Callable[..., list[str]] = lambda _, *words: [*words],
+    ) -> None:
         self.replica_id = replica_id
         self.log = folder / f"{replica_id}-{time.monotonic_ns()}.jsonl"
         self.started = time.monotonic()
@@ -26,7 +35,7 @@ class Group:
         self._read = 0
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **env, "FTKIT_REPLICA_ID": replica_id}
         with self.log.open("wb") as out, self.log.with_suffix(".err").open("wb") as err:
-            command = [sys.executable, str(TRAINER), *args]
+            command = wrap(replica_id, sys.executable, *args)
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
 
     def rows(self) -> list[dict]:
@@ -76,16 +85,22 @@ class Cluster:
         self.env = {"FTKIT_ETCD": etcd, "FTKIT_JOB": job}
         self.env |= {f"FTKIT_{k.upper()}": str(v) for k, v in settings.items()}
         self.groups: list[Group] = []
+        self.orders = Orders(folder)
+        """For trainers that are started with `inside=True`."""
+        self.wrap: Callable[..., list[str]] = lambda _, *words: [*words]
+        """Given a replica id and a command: the command that runs it elsewhere."""
 
-    def start(self, name: str, *args: object, **settings: object) -> Group:
+    def start(self, name: str, *args: object, inside: bool = False, **settings: object) -> Group:
         env = {**self.env, **{f"FTKIT_{k.upper()}": str(v) for k, v in settings.items()}}
-        arguments = ("--until", str(self.until), *map(str, args))
-        group = Group(self.folder, name, env, arguments)
+        arguments = (str(TRAINER), "--until", str(self.until), *map(str, args))
+        if inside:
+            arguments = ("-m", "ftkit.chaos.inside", "--orders", str(self.folder), *arguments)
+        group = Group(self.folder, name, env, arguments, self.wrap)
         self.groups.append(group)
         return group
 
-    def start_all(self, num: int, *args: object, **settings: object) -> list[Group]:
-        groups = [self.start(f"trainer-{i}", *args, **settings) for i in range(num)]
+    def start_all(self, num: int, *args: object, inside: bool = False, **settings: object) -> list[Group]:
+        groups = [self.start(f"trainer-{i}", *args, inside=inside, **settings) for i in range(num)]
         self.wait_together(groups)
         return groups
 
