@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ftkit.core import events as ev
 from ftkit.core.model import Epoch, Policy, Seat
-from ftkit.core.quorum import obituary, standing_ticket
+from ftkit.core.quorum import obituary
 from ftkit.core.seen import Seen
 
 
@@ -23,7 +23,7 @@ def objection(seen: Seen, replica_id: str, want: ev.Want, epoch: Epoch, *, froze
     if seen.abort is not None and seen.abort.epoch == epoch.id:
         return seen.abort.why or "the epoch was aborted"
     view = seen.view()
-    dead = [s.replica_id for s in epoch.seats if obituary(view, s) is not None]
+    dead = [s.replica_id for s in seen.in_doubt(epoch) if obituary(view, s) is not None]
     return f"{dead[0]} is dead" if dead else None
 
 
@@ -34,7 +34,7 @@ def end_of(seen: Seen, replica_id: str, running: Epoch) -> str | None:
     if seen.abort is not None and seen.abort.epoch == running.id:
         return seen.abort.why or f"aborted by {seen.abort.by}"
     view = seen.view()
-    for seat in running.seats:
+    for seat in seen.in_doubt(running):
         how = None if seat.replica_id == replica_id else obituary(view, seat)
         if how is not None and not _left_as_planned(seen, seat):
             return f"{seat.replica_id} is gone: {how}"
@@ -48,6 +48,8 @@ def _left_as_planned(seen: Seen, seat: Seat) -> bool:
 
 def those_who_left(seen: Seen, replica_id: str, running: Epoch) -> list[str]:
     """Name the others who have left the running epoch without an error: by goodbye, or for the next one."""
+    if not (seen.tickets or seen.departed):
+        return []  # who does not propose does not watch them
     left = []
     for seat in running.seats:
         ticket = seen.tickets.get(seat.replica_id)
@@ -61,10 +63,11 @@ def outsiders(seen: Seen, running: Epoch, policy: Policy) -> dict[str, float]:
     """Name those outside the epoch who hold a ticket and would be admitted, and since when they ask."""
     if policy.max_replicas and len(running.seats) >= policy.max_replicas:
         return {}
-    view = seen.view()
+    if not seen.tickets_seen:
+        return {}
     inside = {(s.replica_id, s.incarnation) for s in running.seats}
     return {
-        r: seen.tickets_seen.get(r, 0.0)
-        for r in seen.tickets
-        if (t := standing_ticket(view, r)) is not None and not t.leaving and (r, t.incarnation) not in inside
+        r: since
+        for r, since in seen.tickets_seen.items()
+        if not seen.tickets[r].leaving and (r, seen.tickets[r].incarnation) not in inside
     }

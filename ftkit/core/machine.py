@@ -12,6 +12,8 @@ A group is in one of four conditions:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ftkit.core import events as ev
@@ -63,6 +65,19 @@ class Member:
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Absorb one event and return what should now be made true outside."""
+        self._absorb(event, now)
+        return self._react(now)
+
+    def handle_all(self, events: Sequence[ev.Changed], now: float) -> list[ev.Effect]:
+        """Absorb changes that have come together, and react to what they lead to, as after a listing.
+
+        A reaction looks at all members, a change only at one: so many changes are cheap in a large job.
+        """
+        for event in events:
+            self._absorb(event, now)
+        return self._react(now)
+
+    def _absorb(self, event: ev.Event, now: float) -> None:
         if isinstance(event, ev.Listed | ev.Changed):
             self.seen.absorb(event, now)
             self._notice_own_keys(event)
@@ -90,7 +105,6 @@ class Member:
         elif isinstance(event, ev.Silence):
             self.silent = event.on
             self.seen.restart_clocks(now)
-        return self._react(now)
 
     def wake_at(self) -> float | None:
         """Return the time at which a `Tick` is needed even if nothing else happens."""
@@ -225,7 +239,7 @@ class Member:
             self._ask_again()
             return
         view = self.seen.view()
-        unknown = [s.replica_id for s in epoch.seats if not is_live(view, s)]
+        unknown = [s.replica_id for s in self.seen.in_doubt(epoch) if not is_live(view, s)]
         if unknown:
             until = min(self.seen.gone_since.get(r, now) for r in unknown) + RECORD_GRACE_S
             if now < until:
@@ -288,8 +302,8 @@ class Member:
         if self.seen.epoch is None or self.seen.epoch.seats != running.seats:
             return  # I8: it is being put back
         view = self.seen.view()
-        others = [s for s in running.seats if s.replica_id != self.replica_id]
-        missing = tuple(s.replica_id for s in others if not is_live(view, s))
+        doubtful = [s for s in self.seen.in_doubt(running) if s.replica_id != self.replica_id]
+        missing = tuple(s.replica_id for s in doubtful if not is_live(view, s))
         if missing != (self._suspects[1] if self._suspects[0] == running.id else ()):
             self._suspects = (running.id, missing)
             out.append(ev.Suspects(running.id, missing))
@@ -327,8 +341,7 @@ class Member:
         self._tell(out, "watch_tickets", ev.WatchTickets(mine), now)
         if not mine or "tickets" not in self.seen.listed:
             if not mine:
-                self.seen.listed.discard("tickets")
-                self.seen.tickets.clear()
+                self.seen.forget_tickets()
                 if self.want is not None:
                     reason = f"waiting for an epoch; {order[0] if order else 'nobody'} may propose it"
                     self._tell(out, "waiting", ev.Waiting(reason), now)

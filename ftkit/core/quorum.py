@@ -6,7 +6,9 @@ Pure: no clock, no I/O, no threads. The caller says what it saw, since when, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import heapq
+import itertools
+from collections.abc import Collection, Mapping, Set
 
 import msgspec
 
@@ -83,8 +85,9 @@ def obituary(view: View, seat: Seat) -> str | None:
 def proposers(view: View) -> tuple[str, ...]:
     """Name the members that may propose the next epoch, in the order in which they try."""
     seats = () if view.epoch is None else view.epoch.seats
-    alive = [s.replica_id for s in seats if is_live(view, s)]
-    return tuple(alive[:NUM_PROPOSERS] or sorted(view.members)[:NUM_PROPOSERS])
+    alive = (s.replica_id for s in seats if is_live(view, s))
+    first = tuple(itertools.islice(alive, NUM_PROPOSERS))
+    return first or tuple(heapq.nsmallest(NUM_PROPOSERS, view.members))
 
 
 def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
@@ -93,7 +96,7 @@ def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
     1 candidates hold a ticket; 2 live members are waited for; 3 `min_replicas`; 4 intersection with the
     current epoch; 5 `shrink_only`; 6 the new id is above every epoch that a candidate has been in.
     """
-    tickets = {r: t for r in view.members if (t := standing_ticket(view, r)) is not None}
+    tickets = {r: t for r in view.tickets if (t := standing_ticket(view, r)) is not None}
     leaving = {r for r, t in tickets.items() if t.leaving}
     candidates = {r: t for r, t in tickets.items() if r not in leaving}
     seats = () if view.epoch is None else view.epoch.seats
@@ -121,7 +124,8 @@ def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
     given_up = []
     newest = max((candidates[r].version for r in old), default=BROKEN)
     if not old or newest < max(s.version for s in seats):  # rule 4
-        given_up = [s for s in seats if s.replica_id not in old and not _is_over_for(view, s)]
+        asking = set(old)
+        given_up = [s for s in seats if s.replica_id not in asking and not _is_over_for(view, s)]
         wait = _wait_to_replace(view, given_up, policy, now, begun if old else None)
         if wait is not None:
             return wait
@@ -215,8 +219,8 @@ def _proposal(
     # Rule 6. A ticket also tells the newest epoch that its holder has heard of.
     floor = max(max(t.version.epoch, t.epoch - 1) for t in candidates.values())
     before = set() if view.epoch is None else {s.replica_id for s in view.epoch.seats}
-    joined = [r for r in chosen if r not in old]
-    lost = sorted(before - set(chosen))
+    joined = set(chosen) - set(old)
+    lost = before - set(chosen)
     parts = [f"joined: {_names(joined)}"] if joined else []
     parts += [f"without: {_names(lost)}"] if lost else []
     reason = "; ".join(parts) or "same members again"
@@ -224,8 +228,8 @@ def _proposal(
     return Propose(id=max(epoch_id(view), floor) + 1, seats=seats, reason=reason, absent=absent)
 
 
-def _names(replica_ids: list[str]) -> str:
+def _names(replica_ids: Collection[str]) -> str:
     """Join a few names, and say how many more there are."""
-    shown = sorted(replica_ids)[:4]
+    shown = heapq.nsmallest(4, replica_ids)
     more = len(replica_ids) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

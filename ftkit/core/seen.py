@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ftkit.core import events as ev
-from ftkit.core.model import Abort, Control, Departed, Epoch, Record, Ticket
-from ftkit.core.quorum import View, is_live, standing_ticket
+from ftkit.core.model import Abort, Control, Departed, Epoch, Record, Seat, Ticket
+from ftkit.core.quorum import View
 
 RETRY_S = 0.5
 """An effect that no event has confirmed is repeated after this time."""
@@ -36,23 +36,31 @@ class Seen:
     """Of each member that was ever seen, the last incarnation."""
     _past: set[tuple[str, str]] = field(default_factory=set)
     """Incarnations that another one has followed."""
-    _behind: frozenset[str] = frozenset()
+    _seats: dict[str, Seat] = field(default_factory=dict)
+    """Of the current epoch, by replica id."""
+    _behind: set[str] = field(default_factory=set)
 
     def absorb(self, event: ev.Listed | ev.Changed, now: float) -> None:
-        """Take a listing or a change over."""
+        """Take a listing or a change over; a change of one member costs the same in a job of any size."""
         if isinstance(event, ev.Listed):
             self._absorb_listing(event)
+            self._look_at_all(now)
         elif event.section == "epoch":
             self._set_epoch(cast("Epoch | None", event.value), event.revision)
+            self._look_at_all(now)
         elif event.section == "abort":
             self.abort = cast("Abort | None", event.value)
-        elif event.value is None:
-            self._table(event.section).pop(event.name, None)
         else:
-            self._table(event.section)[event.name] = event.value
-            if event.section == "members":
-                self._note(event.name, cast("Record", event.value), event.revision)
-        self._date(now)
+            self._absorb_change(event)
+            self._look_at(event.name, now)
+
+    def _absorb_change(self, event: ev.Changed) -> None:
+        if event.value is None:
+            self._table(event.section).pop(event.name, None)
+            return
+        self._table(event.section)[event.name] = event.value
+        if event.section == "members":
+            self._note(event.name, cast("Record", event.value), event.revision)
 
     def _absorb_listing(self, event: ev.Listed) -> None:
         self.listed.add(event.section)
@@ -74,6 +82,7 @@ class Seen:
             self.gone_since.clear()  # it counts from the epoch's own beginning, at the earliest
         self.epoch = epoch
         self.epoch_revision = 0 if epoch is None else revision
+        self._seats = {} if epoch is None else {s.replica_id: s for s in epoch.seats}
 
     def _note(self, name: str, record: Record, revision: int) -> None:
         self._revisions[name] = revision
@@ -86,21 +95,57 @@ class Seen:
     def _table(self, section: str) -> dict[str, object]:
         return cast("dict[str, object]", getattr(self, section))
 
-    def _date(self, now: float) -> None:
-        """Note since when each ticket stands and each seat of the epoch is empty."""
-        self._behind = self._find_behind()
-        view = self.view()
-        standing = {r for r in self.tickets if standing_ticket(view, r) is not None}
-        self.tickets_seen = {r: self.tickets_seen.get(r, now) for r in standing}
-        seats = () if self.epoch is None else self.epoch.seats
-        gone = {s.replica_id for s in seats if not is_live(view, s)}
-        self.gone_since = {r: self.gone_since.get(r, now) for r in gone}
+    def _look_at_all(self, now: float) -> None:
+        for name in [*self._seats, *self.tickets, *self.gone_since, *self.tickets_seen, *self._behind]:
+            self._look_at(name, now)
+
+    def _look_at(self, name: str, now: float) -> None:
+        """Note since when a ticket stands and a seat of the epoch is empty."""
+        ticket, seat, record = self.tickets.get(name), self._seats.get(name), self.members.get(name)
+        epoch = 0 if self.epoch is None else self.epoch.id
+        stands = (
+            ticket is not None
+            and record is not None
+            and ticket.incarnation == record.incarnation
+            and ticket.epoch > epoch
+        )
+        _date(self.tickets_seen, name, stands, now)
+        empty = seat is not None and (record is None or record.incarnation != seat.incarnation)
+        _date(self.gone_since, name, empty, now)
+        (self._behind.add if empty and self._is_behind(name) else self._behind.discard)(name)
+
+    def _is_behind(self, name: str) -> bool:
+        """Say whether the member key shows another incarnation than the epoch, which may be older.
+
+        The watches lag independently: the epoch may name an incarnation of which we have yet to hear.
+        """
+        return (
+            name in self.members
+            and (name, self._seats[name].incarnation) not in self._past
+            and self._revisions.get(name, 0) <= self.epoch_revision
+        )
+
+    def forget_tickets(self) -> None:
+        """The tickets are no longer watched."""
+        self.listed.discard("tickets")
+        self.tickets.clear()
+        self.tickets_seen.clear()
 
     def restart_clocks(self, now: float) -> None:
         """What was seen may have been otherwise in between: all waiting begins anew."""
         self.tickets_seen.clear()
         self.gone_since.clear()
-        self._date(now)
+        self._look_at_all(now)
+
+    def in_doubt(self, epoch: Epoch) -> list[Seat]:
+        """Return the seats of an epoch that may be empty, or whose members may be proven dead; in order.
+
+        For the current epoch they are few; of another, all are.
+        """
+        if self.epoch is None or epoch.seats != self.epoch.seats:
+            return list(epoch.seats)
+        proven = self.departed.keys() & self._seats.keys()
+        return [self._seats[name] for name in sorted({*self.gone_since, *proven})]
 
     def view(self) -> View:
         """Snapshot for the pure functions; shares the tables, does not copy them."""
@@ -114,20 +159,13 @@ class Seen:
             behind=self._behind,
         )
 
-    def _find_behind(self) -> frozenset[str]:
-        """Name the seats whose member key shows another incarnation that may be older than the epoch.
 
-        The watches lag independently: the epoch may name an incarnation of which we have yet to hear.
-        """
-        seats = () if self.epoch is None else self.epoch.seats
-        return frozenset(
-            s.replica_id
-            for s in seats
-            if (record := self.members.get(s.replica_id)) is not None
-            and record.incarnation != s.incarnation
-            and (s.replica_id, s.incarnation) not in self._past
-            and self._revisions.get(s.replica_id, 0) <= self.epoch_revision
-        )
+def _date(times: dict[str, float], name: str, holds: bool, now: float) -> None:
+    """Note since when something holds, or that it does not."""
+    if holds:
+        times.setdefault(name, now)
+    else:
+        times.pop(name, None)
 
 
 class Repeater:

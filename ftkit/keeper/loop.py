@@ -7,9 +7,9 @@ processes) post to its inbox; it decides, and lets others act, so that it never 
 from __future__ import annotations
 
 import logging
-import queue
 import socket
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,7 +24,18 @@ from ftkit.keeper.arms import Arms
 from ftkit.keeper.etcd import Etcd
 from ftkit.keeper.group import Group
 from ftkit.keeper.hearing import Hearing
-from ftkit.keeper.inbox import ConfigSeen, Fresh, Item, LetIn, ParentDied, RefusedBy, Trouble, Waits
+from ftkit.keeper.inbox import (
+    Changes,
+    ConfigSeen,
+    Fresh,
+    Inbox,
+    Item,
+    LetIn,
+    ParentDied,
+    RefusedBy,
+    Trouble,
+    Waits,
+)
 from ftkit.keeper.keys import decode_config
 from ftkit.keeper.post import Post
 from ftkit.keeper.processes import Exited, Hung, Stopped
@@ -46,7 +57,7 @@ class Keeper:
         settings = post.settings
         self._settings = settings
         self._takeover = post.takeover
-        self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._arms = Arms(post, etcd, self._inbox.put)
         self._machine = Member(settings.replica_id, post.incarnation, settings.policy())
         self._group = Group(settings.group_world_size, settings.replica_id, post.incarnation)
@@ -80,11 +91,11 @@ class Keeper:
         while not self._done:
             wake = self._machine.wake_at() if self._ready or self._dead else None
             until = min(t for t in (contact_at, wake, *self._deadlines()) if t is not None)
-            try:
-                self._absorb(self._inbox.get(timeout=max(0.0, until - time.monotonic())))
-            except queue.Empty:
-                if wake is not None and time.monotonic() >= wake:
-                    self._machine_hears(ev.Tick())
+            item = self._inbox.get(max(0.0, until - time.monotonic()))
+            if item is not None:
+                self._absorb(item)
+            elif wake is not None and time.monotonic() >= wake:
+                self._machine_hears(ev.Tick())
             now = time.monotonic()
             if now >= contact_at:
                 contact_at = now + CONTACT_S
@@ -113,16 +124,23 @@ class Keeper:
         elif isinstance(item, ParentDied):
             self._parent_dead = True
             self._end_if_orphaned()
+        elif isinstance(item, Changes):
+            self._hear_changes(item.changes)
         else:
             self._machine_hears(item)
 
     # -- the machine -------------------------------------------------------------------------------
 
+    def _hear_changes(self, changes: Sequence[ev.Changed]) -> None:
+        for change in changes:
+            if change.section == "abort":
+                self._arms.writer.abort_seen(0 if change.value is None else change.revision)
+        self._notice_silence()
+        self._have_all_done(self._machine.handle_all(changes, time.monotonic()))
+
     def _machine_hears(self, event: ev.Event) -> None:
         if isinstance(event, ev.Listed) and event.section == "abort":
             self._arms.writer.abort_seen(event.revisions.get("", 0))
-        elif isinstance(event, ev.Changed) and event.section == "abort":
-            self._arms.writer.abort_seen(0 if event.value is None else event.revision)
         self._notice_silence()
         self._hand_to_machine(event)
         if isinstance(event, ev.Held) and not self._welcomed:
@@ -133,7 +151,10 @@ class Keeper:
             self._done = True
 
     def _hand_to_machine(self, event: ev.Event) -> None:
-        for effect in self._machine.handle(event, time.monotonic()):
+        self._have_all_done(self._machine.handle(event, time.monotonic()))
+
+    def _have_all_done(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
             self._have_done(effect)
 
     def _notice_silence(self) -> None:

@@ -409,3 +409,18 @@ def test_whatever_it_hears_a_member_keeps_its_promises(story: list[tuple[ev.Even
                 entered = effect.epoch.id
             elif isinstance(effect, ev.PutEpoch) and talk.machine.seen.epoch is not None:
                 assert effect.epoch.id > talk.machine.seen.epoch.id
+
+
+def test_changes_that_come_together_are_reacted_to_as_to_what_they_lead_to() -> None:
+    """Hundreds come at once in a large job; what lay in between is history, as after a listing."""
+    talk = Talk()
+    talk.run_in(1, "abc")
+    changes = [
+        ev.Changed("members", "b", None, 20),
+        ev.Changed("members", "b", record("b"), 21),
+        ev.Changed("members", "c", None, 22),
+    ]
+    suspects = only(talk.machine.handle_all(changes, talk.now), ev.Suspects)
+    assert suspects.names == ("c",)
+    superseded = [ev.Changed("epoch", "", epoch(n, "ab"), 20 + n) for n in (2, 3)]
+    assert only(talk.machine.handle_all(superseded, talk.now), ev.AbortWork).why == "superseded by epoch 3"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ftkit.core import events as ev
-from ftkit.core.model import FRESH, Epoch, Record, Seat, Ticket, Version
-from ftkit.core.quorum import obituary
+from ftkit.core.model import FRESH, Departed, Epoch, Record, Seat, Ticket, Version
+from ftkit.core.quorum import is_live, obituary, standing_ticket
 from ftkit.core.seen import RETRY_S, Repeater, Seen
 
 
@@ -103,3 +106,60 @@ def test_an_effect_is_repeated_until_it_changes_or_is_cleared() -> None:
     repeat.clear("hold")
     assert repeat.due("hold", "y", RETRY_S)
     assert not repeat.due("hold", "y", 99.0, again=None)
+
+
+NAMES = "abc"
+INCARNATIONS = ("1", "2")
+
+
+@st.composite
+def news(draw: st.DrawFn) -> ev.Listed | ev.Changed:
+    """Anything that a watch of three members may show."""
+    section = draw(st.sampled_from(["members", "tickets", "departed", "epoch"]))
+    values: dict[str, st.SearchStrategy[object]] = {
+        "members": st.builds(record, st.just("x"), st.sampled_from(INCARNATIONS)),
+        "departed": st.builds(Departed, replica_id=st.just("x"), incarnation=st.sampled_from(INCARNATIONS)),
+        "tickets": st.builds(
+            Ticket,
+            replica_id=st.just("x"),
+            incarnation=st.sampled_from(INCARNATIONS),
+            epoch=st.integers(1, 3),
+        ),
+        "epoch": st.builds(
+            lambda id, seats: Epoch(id=id, seats=tuple(Seat(r, i, FRESH) for r, i in sorted(seats.items()))),
+            st.integers(1, 3),
+            st.dictionaries(st.sampled_from(NAMES), st.sampled_from(INCARNATIONS)),
+        ),
+    }
+    names = st.just("") if section == "epoch" else st.sampled_from(NAMES)
+    if draw(st.integers(0, 4)):
+        value = draw(st.none() | values[section])
+        return ev.Changed(section, draw(names), value, draw(st.integers(1, 9)))  # type: ignore[arg-type]
+    items = draw(st.dictionaries(names, values[section]))
+    return ev.Listed(section, items, {r: draw(st.integers(1, 9)) for r in items})  # type: ignore[arg-type]
+
+
+@given(st.lists(news(), max_size=25))
+@settings(max_examples=300, deadline=None)
+def test_what_is_kept_up_change_by_change_is_what_a_look_at_all_finds(script: list) -> None:
+    """A change costs the same in a job of any size, since only the member that it concerns is looked at."""
+    made = Seen()
+    since: dict[tuple[str, str], float] = {}
+    for now, event in enumerate(script):
+        before = 0 if made.epoch is None else made.epoch.id
+        made.absorb(event, float(now))
+        view = made.view()
+        seats = () if made.epoch is None else made.epoch.seats
+        new_epoch = made.epoch is None or made.epoch.id != before
+        if new_epoch or (isinstance(event, ev.Listed) and event.section == "members"):
+            since = {key: at for key, at in since.items() if key[0] != "empty"}
+        holds = {("stands", r) for r in made.tickets if standing_ticket(view, r) is not None}
+        holds |= {("empty", s.replica_id) for s in seats if not is_live(view, s)}
+        since = {key: since.get(key, float(now)) for key in holds}
+        assert made.tickets_seen == {r: at for (what, r), at in since.items() if what == "stands"}
+        assert made.gone_since == {r: at for (what, r), at in since.items() if what == "empty"}
+        ended = [s for s in seats if obituary(view, s) is not None]
+        if made.epoch is not None:
+            doubted = made.in_doubt(made.epoch)
+            assert [s for s in doubted if obituary(view, s) is not None] == ended
+            assert set(made.gone_since) <= {s.replica_id for s in doubted}

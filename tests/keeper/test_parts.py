@@ -20,6 +20,7 @@ from ftkit.keeper.embedded import Embedded, find_etcd
 from ftkit.keeper.etcd import Etcd, EtcdSettings
 from ftkit.keeper.group import Group
 from ftkit.keeper.hearing import REFRESH_S, Hearing
+from ftkit.keeper.inbox import Changes, Inbox, ParentDied
 from ftkit.keeper.keys import JobKeys, decode
 from ftkit.keeper.processes import Exited, Hung, Processes, Stopped, exit_status
 from ftkit.keeper.progress import Phase, Progress, ProgressReader, ProgressWriter, progress_path
@@ -29,6 +30,20 @@ from tests.keeper.conftest import alive, wait_until
 
 def hello(rank: int, **more) -> msg.Hello:
     return msg.Hello(rank=rank, pid=100 + rank, host="h", transport=f"t{rank}", **more)
+
+
+class TestInbox:
+    def test_changes_in_a_row_come_out_together_and_nothing_overtakes_them(self):
+        """The machine reacts once to all of them: in a job of thousands it could not keep up otherwise."""
+        inbox = Inbox()
+        change = [ev.Changed("members", str(i), None, i) for i in range(4)]
+        for item in (change[0], change[1], ev.Tick(), change[2], ParentDied(), change[3]):
+            inbox.put(item)
+        got = [inbox.get(0.0) for _ in range(6)]
+        assert got == [
+            *(Changes(change[:2]), ev.Tick(), Changes([change[2]]), ParentDied(), Changes([change[3]])),
+            None,
+        ]
 
 
 class TestCompat:

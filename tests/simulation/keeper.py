@@ -6,6 +6,7 @@ while the lease holds the keys.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ from ftkit.core.model import Abort
 if TYPE_CHECKING:
     from simulation.replica import Replica
     from simulation.trainer import Trainer
+
+BUSY = 0.2
+"""How often the loop is busy when a change comes: those that follow are then absorbed together with it."""
 
 SILENCE_S = 1.0
 """Without word from etcd for this long, what was seen is old news."""
@@ -100,9 +104,12 @@ class Keeper:
     # -- the loop ---------------------------------------------------------------------------------
 
     def hear(self, event: ev.Event) -> None:
-        """Put an event into the inbox and work on it if the process runs."""
+        """Put an event into the inbox and work on it if the process runs, sometimes a moment later."""
         self._inbox.append(event)
-        self.work()
+        if isinstance(event, ev.Changed) and self.world.chance(BUSY):
+            self.world.after(self.world.between(0.0, 0.01), self.work)
+        else:
+            self.work()
 
     def hear_rank(self, event: ev.Event) -> None:
         """Receive a message from the ranks, unless this process is dead."""
@@ -113,7 +120,13 @@ class Keeper:
         """Feed the inbox to the machine."""
         while self.alive and self._inbox and not self.replica.machine_frozen:
             self._notice_silence()
-            self._feed(self._inbox.popleft())
+            changes = list(itertools.takewhile(lambda event: isinstance(event, ev.Changed), self._inbox))
+            if len(changes) > 1:
+                for _ in changes:
+                    self._inbox.popleft()
+                self._have_done(self.machine.handle_all(changes, self.world.now))  # type: ignore[arg-type]
+            else:
+                self._have_done(self.machine.handle(self._inbox.popleft(), self.world.now))
 
     def thaw(self) -> None:
         """The machine goes on: an overdue timer fires first, on stale knowledge."""
@@ -126,15 +139,14 @@ class Keeper:
         if self.lease is not None and not self.lease.alive:
             self.etcd.tell_lost(self.lease)
 
-    def _feed(self, event: ev.Event) -> None:
-        now = self.world.now
-        for effect in self.machine.handle(event, now):
+    def _have_done(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
             if self.alive:
                 self._carry_out(effect)
         wake = self.machine.wake_at()
         if wake is not None and wake != self._wake:
             self._wake = wake
-            self.world.after(max(wake - now, 0.001), self._ring, wake)
+            self.world.after(max(wake - self.world.now, 0.001), self._ring, wake)
 
     def _ring(self, wake: float) -> None:
         if wake == self._wake:
@@ -189,6 +201,7 @@ class Keeper:
             if not self.linked():
                 return None
             lease = etcd.grant(self)
+            self.lease = self.lease or lease  # its grant was answered before the keys were written under it
         if not lease.alive:
             return None
         if holder != record or etcd.kv[f"members/{self.name}"].lease is not lease:

@@ -282,7 +282,11 @@ class Trainer:
         assert self.group is not None, "a heal has sources"
         job = self.replica.job
         sources = [self.group.members[r] for r in self.plan.sources if r not in self.group.left]
-        sources = [s for s in sources if s.runs() and job.can_talk(self, s) and s.phase == "healed"]
+        sources = [s for s in sources if s.runs() and job.can_talk(self, s)]
+        if any(s.phase == "configure" for s in sources):  # it has nothing to serve yet
+            self.later(0.05, self._end_heal)
+            return
+        sources = [s for s in sources if s.phase == "healed"]
         if self.world.chance(job.luck.heal):
             job.luck.hits += 1
             sources = []
