@@ -48,12 +48,17 @@ class Transport(Protocol):
         *,
         deadline_s: float,
         progress: Callable[[Progress], None] | None = None,
+        joiners: Sequence[str] = (),
     ) -> object:
         """Receive a state in place into the tensors of `into` and return the whole state.
 
         Names, shapes and dtypes are compared with `into` before anything is written. Tensors that
         `into` lacks (optimizer state not yet created) are allocated. After an error the tensors of
         `into` may be partly overwritten, except after `StateMismatch`.
+
+        `joiners` are the addresses of all that fetch this version at the same time, this one among them, in
+        an order that is the same for all. They serve each other what they have verified, so that the sources
+        send each byte about once; after the fetch this goes on, from the memory of `into`, until `withdraw`.
         """
         ...
 

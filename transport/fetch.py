@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+import numpy as np
+
 from transport.api import Progress
 from transport.auditor import Auditor
 from transport.errors import (
@@ -28,9 +30,13 @@ from transport.ledger import Ledger
 from transport.manifest import HASH_BYTES, Manifest
 from transport.place import Plan
 from transport.session import Session, Settings, Source
+from transport.share import Share
+from transport.swarm import Peer, Swarm, neighbours
 from transport.worker import Worker
 
 PROGRESS_S: Final = 0.1
+MIN_SHARE: Final = 2
+"""Chunks per joiner from which it is worth it that they serve each other."""
 
 
 class Ahead(Protocol):
@@ -57,6 +63,9 @@ class Fetch:
         progress: Callable[[Progress], None] | None,
         make_plan: Callable[[Manifest], Plan] | None = None,
         ahead: Ahead | None = None,
+        joiners: Sequence[str] = (),
+        own: str = "",
+        serve: Callable[[Share], None] | None = None,
     ) -> None:
         if not sources:
             raise ValueError("a fetch needs at least one source")
@@ -65,6 +74,7 @@ class Fetch:
         self._ahead = ahead
         self._make_plan = make_plan or (lambda manifest: Plan(manifest, into))
         self._session = Session(sources, version, settings, deadline_s)
+        self._joiners, self._own, self._serve = joiners, own, serve
 
     def run(self) -> object:
         """Fetch the state and return it."""
@@ -74,12 +84,15 @@ class Fetch:
                 session.start_thread(Worker(session, source, first=True).run)
             manifest = self._wait_manifest()
             plan = self._make_plan(manifest)
+            self._meet_joiners(manifest, plan)
             with session.changed:
-                session.ledger = _new_ledger(manifest)
+                session.ledger = _new_ledger(manifest, 0 if session.swarm is None else session.swarm.first)
                 if self._ahead is not None:
                     session.ledger.take_all()
                 session.plan = plan
                 session.changed.notify_all()
+            for peer in session.peers:
+                session.start_thread(Worker(session, peer, first=True).run)
             if manifest.hashes is None:
                 session.start_thread(Auditor(session).run)
             if self._ahead is not None:
@@ -91,6 +104,24 @@ class Fetch:
                 self._ahead.wait_ended()
         self._report()
         return plan.result()
+
+    def _meet_joiners(self, manifest: Manifest, plan: Plan) -> None:
+        """Serve what is verified to the others that fetch the same, and let them serve us."""
+        session, serve = self._session, self._serve
+        swarm, turn = neighbours(self._joiners, self._own)
+        if serve is None or manifest.num_chunks < MIN_SHARE * len(swarm) or len(swarm) == 1:
+            return
+        now = time.monotonic()
+        session.swarm = Swarm(manifest.num_chunks, len(swarm), turn, now)
+        nothing = np.zeros(manifest.num_chunks, np.bool_)
+        known = {source.address for source in session.sources}
+        session.peers = [
+            Source(address, i, peer=Peer(i, nothing, now))
+            for i, address in enumerate(swarm)
+            if i != turn and address not in known
+        ]
+        session.share = Share(manifest, plan)
+        serve(session.share)
 
     @property
     def sources(self) -> Sequence[Source]:
@@ -122,6 +153,8 @@ class Fetch:
                 wait = session.deadline - now
                 if self._progress is not None:
                     wait = min(wait, report_at - now)
+                if session.peers:
+                    wait = min(wait, session.settings.stall_s)  # nobody tells that nothing is new
                 if wait > 0:
                     session.changed.wait(wait)
             if time.monotonic() >= report_at:
@@ -135,10 +168,24 @@ class Fetch:
         if time.monotonic() >= session.deadline:
             raise TransportTimeout(
                 f"version {self.version!r} could not be fetched within {self._deadline_s:g} s: "
-                + _describe(session.sources)
+                + _describe((*session.sources, *session.peers))
             )
-        if all(source.dead is not None for source in session.sources):
-            raise _no_source_left(self.version, session.sources)
+        if all(source.dead is not None for source in session.sources) and not self._peers_suffice():
+            raise _no_source_left(self.version, session.sources, session.peers)
+
+    def _peers_suffice(self) -> bool:
+        """Say whether the rest will come from other joiners, now that no source is left."""
+        session = self._session
+        if session.ledger is None or session.ledger.next_unknown(1) is not None:
+            return False  # nobody else can say what is right
+        there = session.ledger.verified.copy()
+        late = time.monotonic() - session.settings.stall_s
+        for source in session.peers:
+            if source.dead is None and source.peer is not None:
+                if source.peer.news_at > late:
+                    return True  # it may get more
+                there |= source.peer.have
+        return bool(there.all())
 
     def _report(self) -> None:
         if self._progress is None:
@@ -156,8 +203,8 @@ class Fetch:
         self._progress(report)
 
 
-def _new_ledger(manifest: Manifest) -> Ledger:
-    ledger = Ledger(manifest.size, manifest.chunk)
+def _new_ledger(manifest: Manifest, first: int) -> Ledger:
+    ledger = Ledger(manifest.size, manifest.chunk, first=first)
     if manifest.hashes is not None:
         table = bytes.fromhex(manifest.hashes)
         for number in range(manifest.num_chunks):
@@ -169,13 +216,13 @@ def _describe(sources: Sequence[Source]) -> str:
     return "; ".join(f"{source.address}: {source.report}" for source in sources)
 
 
-def _no_source_left(version: str, sources: Sequence[Source]) -> TransportError:
+def _no_source_left(version: str, sources: Sequence[Source], peers: Sequence[Source]) -> TransportError:
     """Return the error that says of each source what it did, of the most telling type."""
     kind: type[SourceError] = SourceError
     for special in (VersionMismatch, TokenRefused, ChecksumError, ProtocolError):
         if all(isinstance(source.dead, special) for source in sources):
             kind = special
     return kind(
-        f"no source can give version {version!r}: {_describe(sources)}",
-        {source.address: source.report for source in sources},
+        f"no source can give version {version!r}: {_describe((*sources, *peers))}",
+        {source.address: source.report for source in (*sources, *peers)},
     )

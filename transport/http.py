@@ -21,6 +21,7 @@ from transport.manifest import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from transport.publication import Board, Publication, Sender
 from transport.server import Limits, Server
 from transport.session import Settings
+from transport.share import Share
 from transport.staging import wait_for_device
 
 _WILDCARDS = ("", "0.0.0.0", "::")
@@ -112,6 +113,13 @@ class HTTPTransport:
         before = self._board.put(None)
         if before is not None:
             before.withdraw(self._drain_s)
+        self._share(None)
+
+    def _share(self, share: Share | None) -> None:
+        """Serve what a fetch has verified, instead of what the one before has."""
+        before = self._board.shares.put(share)
+        if before is not None:
+            before.withdraw(self._drain_s)
 
     def fetch(
         self,
@@ -121,12 +129,16 @@ class HTTPTransport:
         *,
         deadline_s: float,
         progress: Callable[[Progress], None] | None = None,
+        joiners: Sequence[str] = (),
     ) -> object:
         """Receive a state in place into the tensors of `into` and return the whole state.
 
         A source that has published nothing yet is waited for; one that serves another version is not.
+        With `joiners`, what has been received is served to them until `withdraw`, unless an error is raised.
         """
-        return self.fetch_with(None, sources, version, into, deadline_s=deadline_s, progress=progress)
+        return self.fetch_with(
+            None, sources, version, into, deadline_s=deadline_s, progress=progress, joiners=joiners
+        )
 
     def fetch_with(
         self,
@@ -137,6 +149,7 @@ class HTTPTransport:
         *,
         deadline_s: float,
         progress: Callable[[Progress], None] | None = None,
+        joiners: Sequence[str] = (),
     ) -> object:
         """Fetch, with another way for the bytes that is tried before HTTP."""
         token = self._token()
@@ -147,13 +160,28 @@ class HTTPTransport:
             stall_s=self._stall_s,
             report_chunks=progress is not None,
         )
-        fetch = Fetch(sources, version, into, settings, deadline_s=deadline_s, progress=progress, ahead=ahead)
+        fetch = Fetch(
+            sources,
+            version,
+            into,
+            settings,
+            deadline_s=deadline_s,
+            progress=progress,
+            ahead=ahead,
+            joiners=joiners,
+            own=self._address,
+            serve=self._share,
+        )
         with self._lock:
             if self._closed:
                 raise TransportError("this transport is closed")
             self._fetches.add(fetch)
         try:
             return fetch.run()
+        except BaseException:
+            if joiners:
+                self._share(None)
+            raise
         finally:
             with self._lock:
                 self._fetches.discard(fetch)

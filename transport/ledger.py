@@ -56,6 +56,8 @@ class Ledger:
         self.open: Mask = np.ones(len(self._chunks), np.bool_)
         """Chunks of which nobody is fetching some bytes."""
         self.verified: Mask = np.zeros(len(self._chunks), np.bool_)
+        self.avoided: Mask = np.zeros(len(self._chunks), np.bool_)
+        """Chunks of which some source should not be asked for the rest."""
         self.num_verified = 0
         self.bytes_pending = size
         """Bytes that nobody is fetching."""
@@ -133,7 +135,7 @@ class Ledger:
             number = start // self.chunk
             low, high = self.bounds(number)
             chunk, stop = self._chunks[number], min(end, high)
-            chunk.avoid = avoid
+            chunk.avoid, self.avoided[number] = avoid, bool(avoid)
             if chunk.whole:
                 self._clear(number)
                 stop = high
@@ -196,7 +198,7 @@ class Ledger:
         chunk = self._chunks[number]
         suppliers = chunk.suppliers
         chunk.whole = chunk.whole or len(suppliers) > 1
-        chunk.avoid = frozenset(suppliers)
+        chunk.avoid, self.avoided[number] = frozenset(suppliers), True
         self._clear(number)
         self.open[number] = True
         return suppliers

@@ -122,6 +122,7 @@ class DistributedTransport:
         *,
         deadline_s: float,
         progress: Callable[[Progress], None] | None = None,
+        joiners: Sequence[str] = (),
     ) -> object:
         """Receive a state in place, by the group as far as it goes; sources outside of it help over HTTP."""
         with self._lock:
@@ -129,7 +130,9 @@ class DistributedTransport:
             self._tag = (self._tag + 1) % (TAGS >> 20)
             tag = self._tag << 20
         ahead = None if group is None else _Receiver(group, name, tag, self._timeout_s)
-        return self._http.fetch_with(ahead, sources, version, into, deadline_s=deadline_s, progress=progress)
+        return self._http.fetch_with(
+            ahead, sources, version, into, deadline_s=deadline_s, progress=progress, joiners=joiners
+        )
 
     def abort(self) -> None:
         """Make a fetch in flight in another thread fail with `TransportAborted`."""

@@ -175,8 +175,9 @@ class Receiver:
 
     def _ask(self, link: Link, start: int, end: int) -> None:
         manifest, _, _ = self.session.work
+        what = "data" if self.source.peer is None else "part"
         headers = {"Range": f"bytes={start}-{end - 1}", "If-Match": f'"{manifest.etag}"'}
-        _check_range(ask(link, self.session.version, "data", headers), start, end)
+        _check_range(ask(link, self.session.version, what, headers), start, end)
 
 
 def _check_range(reply: Reply, start: int, end: int) -> None:

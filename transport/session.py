@@ -17,10 +17,12 @@ import xxhash
 
 from transport.endgame import Flight
 from transport.errors import ChecksumError, SourceError
-from transport.ledger import Ledger
+from transport.ledger import Ledger, Mask
 from transport.link import Link
 from transport.manifest import Manifest
 from transport.place import Plan
+from transport.share import Share
+from transport.swarm import Peer, Swarm
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class Source:
     bytes_received: int = 0
     busy_s: float = 0.0
     resume_at: float = 0.0
+    peer: Peer | None = None
+    """It is no source of the whole, but a joiner that serves what it has verified."""
 
     def received(self, nbytes: int) -> None:
         """Note bytes that it has sent."""
@@ -96,6 +100,11 @@ class Session:
         self.deadline = self.started + deadline_s
         self.changed = threading.Condition()
         self.sources = [Source(address, turn) for turn, address in enumerate(dict.fromkeys(sources))]
+        self.peers: list[Source] = []
+        """Others that fetch the same, and serve what they have."""
+        self.swarm: Swarm | None = None
+        self.share: Share | None = None
+        """What is served to them."""
         self.manifest: Manifest | None = None
         self.reference: Source | None = None
         """The source that gave the manifest."""
@@ -120,6 +129,26 @@ class Session:
         assert self.plan is not None
         return self.manifest, self.ledger, self.plan
 
+    def allowed(self, source: Source, now: float) -> Mask | None:
+        """Return, with `changed` held, which chunks a source is to be asked for; None stands for all."""
+        if self.swarm is None:
+            return None
+        if source.peer is not None:
+            return source.peer.have
+        _, ledger, _ = self.work
+        for peer in self.peers:
+            if peer.peer is not None:
+                peer.peer.good = peer.dead is None and not peer.num_stalls and not peer.num_lost
+                peer.peer.chunk_s = ledger.chunk / peer.rate if peer.rate else 0.0
+        rate = max(each.rate for each in self.sources)
+        wanted = self.swarm.wanted(
+            [peer.peer for peer in self.peers if peer.peer is not None],
+            ledger.open,
+            now,
+            ledger.chunk / rate if rate else 0.0,
+        )
+        return wanted | ledger.avoided
+
     def start_thread(self, target: Callable[[], None]) -> None:
         """Start a thread that ends with this fetch, unless it is already over."""
         thread = threading.Thread(target=target, name="transport-fetch", daemon=True)
@@ -136,10 +165,18 @@ class Session:
 
     def wait(self, limit_s: float = float("inf")) -> None:
         """Wait, with `changed` held, for a change, the deadline, or at most `limit_s`; then check."""
+        self.check()
         left = min(limit_s, self.deadline - time.monotonic())
         if left > 0:
             self.changed.wait(left)
         self.check()
+
+    def pause(self, seconds: float) -> None:
+        """Do nothing for a while, or until the fetch is over."""
+        until = time.monotonic() + seconds
+        with self.changed:
+            while (left := until - time.monotonic()) > 0:
+                self.wait(left)
 
     def fail(self, error: BaseException) -> None:
         """Let the fetch fail with this error, unless it is over already."""
@@ -218,6 +255,8 @@ class Session:
         start, end = ledger.bounds(chunk)
         if right:
             plan.accept(start, end)
+            if self.share is not None:
+                self.share.add(chunk)
             with self.changed:
                 ledger.verify(chunk)
                 self.bytes_done += end - start
@@ -226,7 +265,7 @@ class Session:
             return
         with self.changed:
             suppliers = ledger.reject(chunk)
-            blamed = [s for s in self.sources if s.address in suppliers]
+            blamed = [s for s in (*self.sources, *self.peers) if s.address in suppliers]
             self.changed.notify_all()
         log.warning(
             "bytes %d to %d of version %s from %s have a wrong checksum",

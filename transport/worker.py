@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from typing import Final
 
+import numpy as np
+
 from transport import wire
-from transport.ask import NotPublished, OtherLayout, ask, checked_body
+from transport.ask import SMALL_BODY, NotPublished, OtherLayout, ask, checked_body
 from transport.endgame import Flight, slowest, split
 from transport.errors import MalformedState, ProtocolError, SourceError, TokenRefused, VersionMismatch
 from transport.ledger import Extent, Ledger
@@ -18,6 +20,7 @@ from transport.link import Garbled, Link, Lost
 from transport.manifest import MAX_MANIFEST, Manifest, parse
 from transport.receive import Beaten, Overdue, Receiver
 from transport.session import Over, Session, Source
+from transport.swarm import Peer
 
 POLL_S: Final = 2.0
 """How long one request waits at a source that has published nothing yet."""
@@ -27,6 +30,8 @@ HEDGE_S: Final = 0.1
 """How long a source may take to give the manifest before the next one is asked as well."""
 MAX_LOST: Final = 3
 """Broken connections in a row, without a byte in between, after which a source is asked no more."""
+WATCH_S: Final = 0.02
+"""Between two looks at what another joiner has; it answers once it has more."""
 VERSION_GRACE_S: Final = 0.5
 """How long a source may still have another version published: it may be about to change."""
 
@@ -45,7 +50,7 @@ class Worker:
         with self.session.changed:
             self.session.num_workers += 1
         try:
-            if self.first:
+            if self.first and self.source.peer is None:
                 self._wait_turn()
             while self._alive():
                 if self._link is None:
@@ -74,7 +79,9 @@ class Worker:
         session, source = self.session, self.source
         try:
             self._pause()
-            if not source.ready:
+            if self.first and source.peer is not None:
+                self._watch(link, source.peer)
+            elif not source.ready:
                 self._introduce(link)
             elif isinstance(job := self._next_job(), Extent):
                 self._receiver.extent(link, job)
@@ -188,6 +195,31 @@ class Worker:
         for _ in range(wanted - 1):
             self.session.start_thread(Worker(self.session, self.source, first=False).run)
 
+    def _watch(self, link: Link, peer: Peer) -> None:
+        """Keep an eye on what another joiner has; others of its workers get the bytes."""
+        session, source = self.session, self.source
+        manifest, _, _ = session.work
+        known = int(peer.have.sum()) if source.ready else -1
+        wait_s = max(0.0, min(POLL_S, session.deadline - time.monotonic()))
+        query = f"have?known={known}&wait={wait_s:.3f}"
+        reply = ask(link, session.version, query, wait_s=wait_s)
+        raw = checked_body(link, reply, SMALL_BODY)
+        if reply.headers.get("etag") != f'"{manifest.etag}"':
+            raise OtherLayout("its state has another layout than that of the sources")
+        if len(raw) != -(-manifest.num_chunks // 8):
+            raise Garbled("it does not say of each chunk whether it has it")
+        have = np.unpackbits(np.frombuffer(raw, np.uint8), count=manifest.num_chunks).astype(np.bool_)
+        with session.changed:
+            peer.update(have, time.monotonic())
+            new, source.ready = not source.ready, True
+            session.changed.notify_all()
+        if new:
+            session.start_thread(Worker(session, source, first=False).run)
+        if not have.all():
+            session.pause(WATCH_S)
+        else:
+            session.pause(float("inf"))
+
     # bytes
 
     def _next_job(self) -> Extent | Flight | None:
@@ -199,11 +231,12 @@ class Worker:
             while source.dead is None:
                 session.check()
                 usable = [s.address for s in session.sources if s.ready and s.dead is None]
-                extent = ledger.take(source.address, usable, session.num_workers)
+                allowed = session.allowed(source, time.monotonic())
+                extent = ledger.take(source.address, usable, session.num_workers, allowed)
                 if extent is not None:
                     return extent
                 flight = slowest(
-                    session.flights,
+                    [flight for flight in session.flights if self._has(flight, ledger)],
                     source.address,
                     source.rate,
                     chunk=ledger.chunk,
@@ -214,6 +247,12 @@ class Worker:
                     return job
                 session.wait(slow_s / 2)
         return None
+
+    def _has(self, flight: Flight, ledger: Ledger) -> bool:
+        peer = self.source.peer
+        if peer is None:
+            return True
+        return bool(peer.have[flight.at // ledger.chunk : -(-flight.end // ledger.chunk)].all())
 
     def _share(self, flight: Flight, ledger: Ledger) -> Extent | Flight | None:
         """Take over what a slow stream has not begun, else race it for its last chunk."""

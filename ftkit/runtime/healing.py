@@ -1,7 +1,8 @@
 """Bring the members that are behind to the state of the epoch, at a step boundary.
 
-Sources serve their live tensors while they wait here; a member that heals receives in place. The
-transport moves the bytes; this decides who serves, who fetches, and when all may go on.
+Sources serve their live tensors while they wait here; a member that heals receives in place, and serves what
+it has to the others that heal, from tensors that stay as they are until all have met. The transport moves the
+bytes; this decides who serves, who fetches, and when all may go on.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ class Healer:
             logger.info("applied the update of version %s, which was in doubt", plan.version)
             return None
         begun = time.monotonic()
-        sources = [records[s].transports[self._group_rank] for s in plan.sources]
+        sources, healing = (
+            [records[r].transports[self._group_rank] for r in ids] for ids in (plan.sources, plan.healing)
+        )
         into = self._state.save()
         received = 0
 
@@ -122,7 +125,14 @@ class Healer:
             received = p.bytes_done
 
         lineage.begin_heal()
-        state = self._transport.fetch(sources, name, into, deadline_s=self._timeout_s, progress=progress)
+        state = self._transport.fetch(
+            sources,
+            name,
+            into,
+            deadline_s=self._timeout_s,
+            progress=progress,
+            joiners=healing if len(healing) > 1 else (),
+        )
         self._state.load(state)
         lineage.end_heal(plan.version)
         return Healed(bytes=received, seconds=time.monotonic() - begun, sources=plan.sources)
