@@ -12,14 +12,14 @@ from tests.runtime.cluster import Cluster, Group
 MakeCluster = Callable[..., Cluster]
 
 
-def start_group(c: Cluster, name: str) -> list[Group]:
+def start_group(c: Cluster, name: str, *args: object) -> list[Group]:
     """Start both ranks of a group, as torchrun would."""
     port = free_ports(1)[0]
     made = []
     for rank in range(2):
         variables = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         c.env.update({k: str(v) for k, v in variables.items()})
-        made.append(c.start(name, "--period-ms", 20))
+        made.append(c.start(name, "--period-ms", 20, *args))
     return made
 
 

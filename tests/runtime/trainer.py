@@ -12,6 +12,7 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 import ftkit
 
@@ -40,12 +41,15 @@ def main() -> None:
     parser.add_argument("--hold-gil-s", type=float, default=0)
     parser.add_argument("--seed", type=int, default=-1)
     parser.add_argument("--plain", action="store_true", help="no DDP: average with allreduce")
+    parser.add_argument("--batch-norm", action="store_true", help="with buffers that differ by replica")
+    parser.add_argument("--shared-state", action="store_true", help="callbacks use a collective of the group")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(
         os.getpid() if args.seed < 0 else args.seed
     )  # init_sync must make all start from the same state
-    model = torch.nn.Sequential(torch.nn.Linear(8, args.width), torch.nn.Linear(args.width, 4))
+    middle = [torch.nn.BatchNorm1d(args.width)] if args.batch_norm else []
+    model = torch.nn.Sequential(torch.nn.Linear(8, args.width), *middle, torch.nn.Linear(args.width, 4))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     doomed: list[int] = []
     signal.signal(signal.SIGUSR2, lambda *_: doomed.append(1))
@@ -58,14 +62,25 @@ def main() -> None:
 
     model[0].bias.register_hook(die)
 
+    def meet() -> None:
+        """All ranks of the group must come here together."""
+        if args.shared_state:
+            ranks = torch.ones(1)
+            dist.all_reduce(ranks)
+            assert ranks.item() == dist.get_world_size()
+
+    def save() -> dict:
+        meet()
+        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+
     def load(state: dict) -> None:
+        meet()
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
-    manager = ftkit.Manager(
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-    )
+    manager = ftkit.Manager(load_state_dict=load, state_dict=save)
+    if args.shared_state:
+        dist.init_process_group("gloo")
     manager.on_event(lambda e: say(event=e.kind, at=e.monotonic, epoch=e.epoch, step=e.step, detail=e.detail))
     net = model if args.plain else ftkit.DistributedDataParallel(manager, model)
     if args.plain:
@@ -75,7 +90,7 @@ def main() -> None:
     while manager.current_step() < args.steps and not (args.until and os.path.exists(args.until)):
         before = manager.current_step()
         optimizer.zero_grad()
-        step = manager.current_step()
+        step, buffers = manager.current_step(), digest(*model.buffers())
         x = torch.rand(
             4, 8, generator=torch.Generator().manual_seed(step * 100 + manager.participating_rank())
         )
@@ -110,6 +125,7 @@ def main() -> None:
             version=str(manager.version),
             n=manager.num_participants(),
             hash=digest(*model.parameters(), *state),
+            buffers=buffers,
         )
     say(
         done=True,
@@ -118,6 +134,8 @@ def main() -> None:
         batches=manager.batches_committed(),
     )
     manager.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
