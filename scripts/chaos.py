@@ -39,6 +39,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--groups", type=int, default=3, metavar="N", help="replica groups (default: 3)")
     add("--seconds", type=float, default=60.0, metavar="S", help="time in which faults strike (default: 60)")
+    add("--count", type=int, metavar="N", help="end after so many faults, however long it takes")
     add("--seed", type=int, default=0, help="of the faults (default: 0)")
     add("--every", type=float, default=5.0, metavar="S", help="mean time between two faults (default: 5)")
     add("--faults", metavar="KIND,KIND", help="kinds of faults (default: all but a few; see --kinds)")
@@ -98,13 +99,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     faults = plan(
         args.seed,
-        seconds=args.seconds,
+        seconds=args.seconds if args.count is None else 2 * args.every * (args.count + 1),
         groups=args.groups,
         every_s=args.every,
         lease_ttl=args.lease_ttl,
         kinds=wanted(args),
         turmoil=args.turmoil,
-    )
+    )[: args.count]
     if args.plan:
         show(faults)
         return 0
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         etcd_auth=args.etcd_auth,
     )
     bounds = Bounds(
-        seconds=args.seconds,
+        seconds=args.seconds if args.count is None else None,
         calm_s=args.calm or max(5.0, min(30.0, args.seconds / 5)),
         max_pause_s=args.max_pause,
         min_goodput=args.min_goodput,

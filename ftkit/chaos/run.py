@@ -24,8 +24,8 @@ ETCD_LOOK_S = 10.0
 class Bounds:
     """What a run must keep to."""
 
-    seconds: float
-    """In which faults strike."""
+    seconds: float | None
+    """In which faults strike; None: until all have."""
     calm_s: float
     """Fault-free time before, whose speed is the measure."""
     max_pause_s: float
@@ -37,12 +37,17 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
-def run_faults(job: Job, faults: Sequence[Fault], begun: float, seconds: float) -> tuple[list[Strike], int]:
+def run_faults(
+    job: Job, faults: Sequence[Fault], begun: float, seconds: float | None
+) -> tuple[list[Strike], int]:
     """Carry the plan out, each fault at its time or as soon as it may; return what was done."""
     strikes: list[Strike] = []
     todo = list(faults)
     waiting_since: float | None = None
-    while (now := job.look()) - begun < seconds and not job.trouble:
+    while not job.trouble:
+        now = job.look()
+        if now - begun >= seconds if seconds is not None else not todo:
+            break
         if todo and now - begun >= todo[0].at:
             waiting_since = waiting_since or now
             if job.ready_for(todo[0]):
@@ -73,7 +78,7 @@ def play(setup: Setup, bounds: Bounds, faults: Sequence[Fault], seed: int) -> Re
             time.sleep(LOOK_S)
         begun = time.monotonic()
         rate = count_steps(job, calm_from, begun) / bounds.calm_s
-        say(f"calm: {rate:.1f} steps/s; now {len(faults)} faults in {bounds.seconds:g} s")
+        say(f"calm: {rate:.1f} steps/s; now up to {len(faults)} faults")
         if not job.trouble:
             etcd_bytes.append(job.etcd.db_bytes())
             strikes, skipped = run_faults(job, faults, begun, bounds.seconds)
