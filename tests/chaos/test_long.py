@@ -58,7 +58,7 @@ def test_three_etcd_servers_lose_one_the_leader_and_the_majority(tmp_path: Path)
 
 
 def test_weights_that_differ_are_found(tmp_path: Path) -> None:
-    """The oracle itself: a bit that flips in one member's memory is nobody's error message, only other bits."""
+    """A bit that flips in one member's memory raises no error anywhere; the oracle must see it."""
     told = run(tmp_path, "--groups", 2, "--count", 1, "--every", 1, "--faults", "corrupt")
     assert not told["ok"]
     wrong = [o["name"] for o in told["verdict"]["outcomes"] if o["violations"]]
