@@ -7,6 +7,7 @@ the lines of `scripts/train_lm.py` and of `scripts/chaos.py`, and judges nothing
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +143,14 @@ def parse_version(text: str) -> Version:
 _decode = msgspec.json.Decoder(Line).decode
 
 
+def decode(text: bytes) -> Line:
+    """Read a line; also one with a loss that is NaN, which Python's json writes although it is no JSON."""
+    try:
+        return _decode(text)
+    except msgspec.DecodeError:
+        return msgspec.convert(json.loads(text), Line)
+
+
 def parse(file: str, lines: Iterable[bytes]) -> tuple[list[Entry], list[Cut]]:
     """Read the lines of one file; empty ones are nothing."""
     entries: list[Entry] = []
@@ -151,7 +160,7 @@ def parse(file: str, lines: Iterable[bytes]) -> tuple[list[Entry], list[Cut]]:
         if not text.strip():
             continue
         try:
-            line = _decode(text)
+            line = decode(text)
             if line.version:
                 parse_version(line.version)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError):

@@ -6,8 +6,9 @@ lines are ignored. It knows the lines of `scripts/train_lm.py` and nothing of wh
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -98,6 +99,10 @@ def parse(text: bytes) -> Line | None:
     try:
         return _decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    try:  # Python's json writes a loss that is NaN, although that is no JSON
+        return cast(Line, msgspec.convert(json.loads(text), Line))
+    except (msgspec.ValidationError, ValueError):
         return None
 
 

@@ -251,6 +251,9 @@ def test_a_line_torn_by_a_death_is_forgiven_and_any_other_is_not() -> None:
     assert [c.torn for c in parse("f", [good, b'{"type": "st', step])[1]] == [False]
     assert [c.torn for c in parse("f", [good, b"\xff\xfe", b"{", good])[1]] == [False, False]
     assert parse("f", [b'{"type": "hash", "version": "new"}'])[1]
+    nan = json.dumps(row("step", 0.0, "a", 1, loss=float("nan"))).encode()
+    assert b"NaN" in nan
+    assert not parse("f", [nan, nan])[1], "a training that is spoilt is no log that is"
 
 
 def test_the_command_reports_and_says_no_with_its_exit_code(

@@ -1,8 +1,9 @@
 """The journals of trainers that may be killed while they write."""
 
+import math
 from pathlib import Path
 
-from ftkit.demo.journal import Hash, Tail, parse
+from ftkit.demo.journal import Eval, Hash, Tail, parse
 
 HASH = b'{"type": "hash", "monotonic": 1.5, "replica": "a", "pid": 7, "version": "1-10", "sha256": "ab"}'
 
@@ -18,6 +19,15 @@ def test_half_a_line_and_a_line_of_another_kind_are_nothing() -> None:
     assert parse(HASH[:40] + HASH) is None
     assert parse(b'{"type": "weather"}') is None
     assert parse(b"\xff\xfe") is None
+
+
+def test_a_loss_that_is_no_number_is_read() -> None:
+    """Python's json writes NaN, which is no JSON; the steps of a spoilt training are steps all the same."""
+    line = b'{"type": "eval", "monotonic": 1.5, "replica": "a", "pid": 7, "step": 3, "loss": NaN}'
+    told = parse(line)
+    assert isinstance(told, Eval)
+    assert math.isnan(told.loss)
+    assert parse(line.replace(b"eval", b"weather")) is None
 
 
 def test_a_line_is_told_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
