@@ -49,6 +49,7 @@ class Transport(Protocol):
         deadline_s: float,
         progress: Callable[[Progress], None] | None = None,
         joiners: Sequence[str] = (),
+        reuse: bool = False,
     ) -> object:
         """Receive a state in place into the tensors of `into` and return the whole state.
 
@@ -59,6 +60,8 @@ class Transport(Protocol):
         `joiners` are the addresses of all that fetch this version at the same time, this one among them, in
         an order that is the same for all. They serve each other what they have verified, so that the sources
         send each byte about once; after the fetch this goes on, from the memory of `into`, until `withdraw`.
+
+        With `reuse`, chunks that `into` holds already are found by their checksums and not fetched.
         """
         ...
 

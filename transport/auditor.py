@@ -59,7 +59,7 @@ class Auditor:
         session = self.session
         while True:
             self.session.check()
-            up = [s for s in session.sources if s.ready and s.dead is None]
+            up = [s for s in session.sources if (s.ready or s is session.reference) and s.dead is None]
             if up:
                 return min(up, key=lambda s: (s.audit_failures, s is not session.reference, s.turn))
             session.wait()
@@ -87,3 +87,6 @@ class Auditor:
                 right = ledger.expect(number, raw[at : at + HASH_BYTES])
             if right is not None:
                 self.session.settle(number, right)
+        if not self.session.begun:
+            with self.session.changed:
+                self.session.changed.notify_all()  # what is here is compared with these

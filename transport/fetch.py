@@ -29,6 +29,7 @@ from transport.errors import (
 from transport.ledger import Ledger
 from transport.manifest import HASH_BYTES, Manifest
 from transport.place import Plan
+from transport.reuse import Reuse
 from transport.session import Session, Settings, Source
 from transport.share import Share
 from transport.swarm import Peer, Swarm, neighbours
@@ -64,6 +65,7 @@ class Fetch:
         make_plan: Callable[[Manifest], Plan] | None = None,
         ahead: Ahead | None = None,
         joiners: Sequence[str] = (),
+        reuse: bool = False,
         own: str = "",
         serve: Callable[[Share], None] | None = None,
     ) -> None:
@@ -74,7 +76,7 @@ class Fetch:
         self._ahead = ahead
         self._make_plan = make_plan or (lambda manifest: Plan(manifest, into))
         self._session = Session(sources, version, settings, deadline_s)
-        self._joiners, self._own, self._serve = joiners, own, serve
+        self._joiners, self._own, self._serve, self._reuse = joiners, own, serve, reuse
 
     def run(self) -> object:
         """Fetch the state and return it."""
@@ -87,14 +89,18 @@ class Fetch:
             self._meet_joiners(manifest, plan)
             with session.changed:
                 session.ledger = _new_ledger(manifest, 0 if session.swarm is None else session.swarm.first)
+                session.plan = plan
+            if manifest.hashes is None:
+                session.start_thread(Auditor(session).run)
+            if self._reuse:
+                Reuse(session, self._raise_if_hopeless).run()
+            with session.changed:
                 if self._ahead is not None:
                     session.ledger.take_all()
-                session.plan = plan
+                session.begun = True
                 session.changed.notify_all()
             for peer in session.peers:
                 session.start_thread(Worker(session, peer, first=True).run)
-            if manifest.hashes is None:
-                session.start_thread(Auditor(session).run)
             if self._ahead is not None:
                 self._ahead.start(session)
             self._wait_complete()

@@ -130,6 +130,7 @@ class HTTPTransport:
         deadline_s: float,
         progress: Callable[[Progress], None] | None = None,
         joiners: Sequence[str] = (),
+        reuse: bool = False,
     ) -> object:
         """Receive a state in place into the tensors of `into` and return the whole state.
 
@@ -137,7 +138,14 @@ class HTTPTransport:
         With `joiners`, what has been received is served to them until `withdraw`, unless an error is raised.
         """
         return self.fetch_with(
-            None, sources, version, into, deadline_s=deadline_s, progress=progress, joiners=joiners
+            None,
+            sources,
+            version,
+            into,
+            deadline_s=deadline_s,
+            progress=progress,
+            joiners=joiners,
+            reuse=reuse,
         )
 
     def fetch_with(
@@ -150,6 +158,7 @@ class HTTPTransport:
         deadline_s: float,
         progress: Callable[[Progress], None] | None = None,
         joiners: Sequence[str] = (),
+        reuse: bool = False,
     ) -> object:
         """Fetch, with another way for the bytes that is tried before HTTP."""
         token = self._token()
@@ -169,6 +178,7 @@ class HTTPTransport:
             progress=progress,
             ahead=ahead,
             joiners=joiners,
+            reuse=reuse,
             own=self._address,
             serve=self._share,
         )

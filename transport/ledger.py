@@ -128,6 +128,15 @@ class Ledger:
         self.open[:] = False
         self.bytes_pending = 0
 
+    def keep(self, number: int) -> None:
+        """Note that a chunk is right and in its place already, before anything of it was handed out."""
+        start, end = self.bounds(number)
+        assert self.open[number], "it has been handed out"
+        self.open[number] = False
+        self.bytes_pending -= end - start
+        self._chunks[number].missing = 0
+        self.verify(number)
+
     def give_back(self, start: int, end: int, avoid: Iterable[str] = ()) -> None:
         """Put the rest of an extent back."""
         avoid = frozenset(avoid)
@@ -135,6 +144,9 @@ class Ledger:
             number = start // self.chunk
             low, high = self.bounds(number)
             chunk, stop = self._chunks[number], min(end, high)
+            if self.verified[number]:  # kept, though it had been handed out with all the rest
+                start = stop
+                continue
             chunk.avoid, self.avoided[number] = avoid, bool(avoid)
             if chunk.whole:
                 self._clear(number)

@@ -123,6 +123,7 @@ class DistributedTransport:
         deadline_s: float,
         progress: Callable[[Progress], None] | None = None,
         joiners: Sequence[str] = (),
+        reuse: bool = False,
     ) -> object:
         """Receive a state in place, by the group as far as it goes; sources outside of it help over HTTP."""
         with self._lock:
@@ -131,7 +132,14 @@ class DistributedTransport:
             tag = self._tag << 20
         ahead = None if group is None else _Receiver(group, name, tag, self._timeout_s)
         return self._http.fetch_with(
-            ahead, sources, version, into, deadline_s=deadline_s, progress=progress, joiners=joiners
+            ahead,
+            sources,
+            version,
+            into,
+            deadline_s=deadline_s,
+            progress=progress,
+            joiners=joiners,
+            reuse=reuse,
         )
 
     def abort(self) -> None:
@@ -170,7 +178,9 @@ class DistributedTransport:
             raise ValueError("there is no such member to send to")
         if query.get("etag") != publication.encoded.manifest.etag or not 0 <= turn < turns:
             raise ValueError("the layout here is another one")
-        share = list(enumerate(buckets(publication.encoded.manifest)))[turn::turns]
+        wanted = int(query.get("wanted", ""), 16)
+        ranges = enumerate(buckets(publication.encoded.manifest))
+        share = [(number, bounds) for number, bounds in ranges if wanted >> number & 1][turn::turns]
         threading.Thread(
             target=self._send, args=(publication, group, to, tag, share), name="transport-send", daemon=True
         ).start()
@@ -212,11 +222,18 @@ class _Receiver:
         self._group, self._name, self._tag, self._timeout_s = group, name, tag, timeout_s
         self._changed = threading.Condition()
         self._num_running = 0
+        self._wanted = 0
+        """One bit for each bucket that is not here already, the first in the lowest."""
 
     def start(self, session: Session) -> None:
         """Give each source its share."""
-        manifest, _, _ = session.work
-        ranges = list(enumerate(buckets(manifest)))
+        manifest, ledger, _ = session.work
+        ranges = [
+            (number, (start, end))
+            for number, (start, end) in enumerate(buckets(manifest))
+            if not ledger.verified[start // ledger.chunk : -(-end // ledger.chunk)].all()
+        ]
+        self._wanted = sum(1 << number for number, _ in ranges)
         turns = len(session.sources)
         for source in session.sources:
             share = ranges[source.turn :: turns]
@@ -263,6 +280,7 @@ class _Receiver:
         query = (
             f"send?group={quote(self._name, safe='')}&to={self._group.rank()}&tag={self._tag}"
             f"&turn={source.turn}&turns={len(session.sources)}&etag={manifest.etag}&wait={WAIT_S:g}"
+            f"&wanted={self._wanted:x}"
         )
         link = session.new_link(source)
         try:
@@ -316,8 +334,9 @@ class _Receiver:
         while start < end:
             stop = min(end, (start // ledger.chunk + 1) * ledger.chunk)
             with session.changed:
-                chunk = ledger.arrived(source.address, start, stop)
                 source.bytes_received += stop - start
+                kept = ledger.verified[start // ledger.chunk]
+                chunk = None if kept else ledger.arrived(source.address, start, stop)
             if chunk is not None:
                 session.check_chunk(chunk)
             start = stop

@@ -44,6 +44,8 @@ class _Home:
     copies: list[tuple[TensorEntry, torch.Tensor]] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     """Tensors that are allocated from the unpacked block."""
+    direct: bool = False
+    """The memory is that of tensors to receive into, all of it."""
     stage: memoryview | None = None
     staged: torch.Tensor | None = None
 
@@ -99,6 +101,17 @@ class Plan:
             home = self._homes[index]
             if home.memory.device.type != "cpu":
                 return False  # only on their way there
+            start = home.block.offset + home.block.nbytes
+            index += 1
+        return True
+
+    def is_destination(self, start: int, end: int) -> bool:
+        """Say whether the memory for these bytes holds what is to be overwritten, and is all that will be."""
+        index = bisect.bisect_right(self._starts, start) - 1
+        while start < end:
+            home = self._homes[index]
+            if not home.direct:
+                return False
             start = home.block.offset + home.block.nbytes
             index += 1
         return True
@@ -176,7 +189,7 @@ class Plan:
             if direct is not None:
                 memory, in_place = direct
                 copies = [(entries[i], t) for i, t in present if i not in in_place]
-                return _Home(block, memory, block.nbytes, copies, absent)
+                return _Home(block, memory, block.nbytes, copies, absent, direct=memory.device.type == "cpu")
         if block.pack == "mask" or present:
             memory = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
         else:

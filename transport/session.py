@@ -114,8 +114,13 @@ class Session:
         """The extents under way over HTTP."""
         self.hurry = False
         """Something went wrong with a source: ask the others at once."""
+        self.begun = False
+        """Bytes may be asked for."""
         self.num_workers = 0
         self.bytes_done = 0
+        """Verified and in place, whether received or kept."""
+        self.bytes_kept = 0
+        """Of these, what was there before the fetch."""
         self.failure: BaseException | None = None
         self.over = False
         self._links: set[Link] = set()
@@ -277,6 +282,18 @@ class Session:
         if len(blamed) == 1:
             self.blame(blamed[0], start, end)
         # Else nobody knows whose part was wrong: the next time it comes from one source.
+
+    def keep(self, chunk: int) -> None:
+        """Note that a chunk was here, and right, before anything was received."""
+        _, ledger, plan = self.work
+        start, end = ledger.bounds(chunk)
+        plan.accept(start, end)
+        if self.share is not None:
+            self.share.add(chunk)
+        with self.changed:
+            ledger.keep(chunk)
+            self.bytes_done += end - start
+            self.bytes_kept += end - start
 
     def blame(self, source: Source, start: int, end: int) -> None:
         """Note that a source has sent a chunk with a wrong checksum."""

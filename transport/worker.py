@@ -171,7 +171,7 @@ class Worker:
             etag = {"If-Match": f'"{session.manifest.etag}"'}
             ask(link, session.version, f"data?{query}", etag, method="HEAD", wait_s=wait_s)
         with session.changed:
-            while session.plan is None:
+            while not session.begun:
                 session.wait()
             source.ready, source.last = True, "is ready"
             session.changed.notify_all()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from ftkit.core.model import Record
+from ftkit.core.model import FRESH, Record
 from ftkit.core.plan import Plan
 from ftkit.core.vote import Lineage
 from ftkit.errors import GroupError, HealError
@@ -124,6 +124,7 @@ class Healer:
             nonlocal received
             received = p.bytes_done
 
+        fresh = lineage.version == FRESH
         lineage.begin_heal()
         state = self._transport.fetch(
             sources,
@@ -132,6 +133,7 @@ class Healer:
             deadline_s=self._timeout_s,
             progress=progress,
             joiners=healing if len(healing) > 1 else (),
+            reuse=not fresh,  # what a heal that failed has brought, too
         )
         self._state.load(state)
         lineage.end_heal(plan.version)
