@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ SERVICE_KEYS = {
         "build",
         "command",
         "depends_on",
+        "deploy",
         "entrypoint",
         "environment",
         "healthcheck",
@@ -48,7 +50,7 @@ SERVICE_KEYS = {
 """The keys of the compose specification that we use; another one is probably a slip of the pen."""
 
 
-SHORT = {"STEPS": "120", "STEP_TIME": "0.1"}
+SHORT = {"STEPS": "160", "STEP_TIME": "0.1"}
 """What a person would export before `docker compose up` for a short run."""
 
 
@@ -103,7 +105,7 @@ def test_etcd_is_of_a_release_without_known_loss_of_data():
     assert re.fullmatch(r"quay\.io/coreos/etcd:v3\.6\.\d+", images.pop())
 
 
-@pytest.mark.parametrize("name", [*TRAINERS, "dashboard", "ftkit"])
+@pytest.mark.parametrize("name", [*TRAINERS, "trainer", "dashboard", "ftkit"])
 def test_the_variables_are_settings_and_fit_together(name, monkeypatch):
     variables = environment(name)
     known = {variable for field in FIELDS for variable in field.variables}
@@ -123,6 +125,19 @@ def test_a_trainer_has_its_name_and_time_to_leave(name):
     assert service["init"] is True
     assert int(service["stop_grace_period"].removesuffix("s")) >= 30
     assert set(service["depends_on"]) == set(ETCDS)
+
+
+def test_scaled_trainers_are_as_the_others_and_take_the_names_of_their_containers():
+    """A fixed name would make the second of them an intruder under the first one's name."""
+    own, other = SERVICES["trainer"], SERVICES["trainer-0"]
+    assert own["deploy"] == {"replicas": 0}, "none without --scale"
+    assert "FTKIT_REPLICA_ID" not in own["environment"]
+    assert "container_name" not in own
+    assert "hostname" not in own
+    assert {**other, "environment": None} == {k: v for k, v in own.items() if k != "deploy"} | {
+        "environment": None
+    }
+    assert Settings.resolve(environment("trainer"), bind="127.0.0.1").replica_id == socket.gethostname()
 
 
 def test_only_up_to_date_commands_are_offered():
@@ -195,13 +210,15 @@ class Here:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("FTKIT_", "ETCDCTL_"))}
         return {**kept, **{key: self.place(name, value) for key, value in environment(name).items()}}
 
-    def start(self, name: str) -> None:
-        words = [self.place(name, word) for word in command(name)]
+    def start(self, name: str, service: str = "") -> None:
+        """Start a service; of a scaled one `name` is the container's, and so the replica's."""
+        service = service or name
+        words = [self.place(service, word) for word in command(service)]
         programs = {"/usr/local/bin/etcd": str(find_etcd()), "python": sys.executable}
         with self.log(name).open("ab") as output:
             self.processes[name] = subprocess.Popen(
                 [programs[words[0]], *words[1:]],
-                env=self.variables(name),
+                env={**self.variables(service), **({"FTKIT_REPLICA_ID": name} if name != service else {})},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -295,15 +312,20 @@ def test_the_services_train_through_the_loss_of_a_trainer_and_of_an_etcd(here):
         here.start(name)
     here.wait_members(*TRAINERS)
 
-    here.kill("trainer-1")
-    here.wait_members("trainer-0", "trainer-2")
-    here.start("trainer-1")
+    here.kill("trainer-2")
+    here.wait_members("trainer-0", "trainer-1")
+    here.start("trainer-2")
     here.kill("etcd-1")
-    here.wait_members(*TRAINERS)
+    here.start("4f1c0de", service="trainer")  # --scale trainer=1
+    here.wait_members(*TRAINERS, "4f1c0de")
+    here.start("etcd-1")
+    here.wait_healthy()
 
-    here.processes["trainer-2"].send_signal(signal.SIGTERM)
-    assert here.wait_end("trainer-2") == 0
-    assert [here.wait_end(name) for name in ("trainer-0", "trainer-1")] == [0, 0]
-    ends = {re.findall(r"version (\S+) sha256 (\w+)", here.log(n).read_text())[-1] for n in TRAINERS[:2]}
+    for name in ("trainer-1", "4f1c0de"):  # stop, --scale trainer=0
+        here.processes[name].send_signal(signal.SIGTERM)
+    assert [here.wait_end(name) for name in ("trainer-1", "4f1c0de")] == [0, 0]
+    assert [here.wait_end(name) for name in ("trainer-0", "trainer-2")] == [0, 0]
+    texts = [here.log(name).read_text() for name in ("trainer-0", "trainer-2")]
+    ends = {re.findall(r"version (\S+) sha256 (\w+)", text)[-1] for text in texts}
     assert len(ends) == 1, ends
-    assert ends.pop()[0].endswith("-120")
+    assert ends.pop()[0].endswith("-160")
