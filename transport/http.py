@@ -5,9 +5,11 @@ Wires `server.py`, `publication.py` and `fetch.py` together; decides only defaul
 
 from __future__ import annotations
 
+import secrets
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +24,7 @@ from transport.publication import Board, Publication, Sender
 from transport.server import Limits, Server
 from transport.session import Settings
 from transport.share import Share
+from transport.slots import Slots
 from transport.staging import wait_for_device
 
 _WILDCARDS = ("", "0.0.0.0", "::")
@@ -39,7 +42,10 @@ class HTTPTransport:
     streams: connections of one fetch, spread over its sources (at least one to each).
     chunk_bytes: bytes per checksum.
     stall_s: silence after which a source's extent is given to others.
-    drain_s: how long `withdraw` lets answers in flight go on before it cuts them off.
+    min_rate: bytes per second; of a source that sends fewer, the log warns. 0 for never.
+    linger_s: how long after `withdraw` the rest of the state goes on being served, from a copy, to those who
+        are fetching it; 0 for not at all, and no copy.
+    drain_s: without `linger_s`, how long `withdraw` lets answers in flight go on before it cuts them off.
     server_ssl, client_ssl: contexts for TLS; with `server_ssl` the address begins with `https`.
     """
 
@@ -53,6 +59,8 @@ class HTTPTransport:
         streams: int = 4,
         chunk_bytes: int = DEFAULT_CHUNK,
         stall_s: float = 3.0,
+        min_rate: float = 0.0,
+        linger_s: float = 30.0,
         drain_s: float = 0.5,
         server_ssl: ssl.SSLContext | None = None,
         client_ssl: ssl.SSLContext | None = None,
@@ -62,16 +70,18 @@ class HTTPTransport:
             _check_token(token)
         if not MIN_CHUNK <= chunk_bytes <= MAX_CHUNK:
             raise ValueError(f"chunk_bytes must be between {MIN_CHUNK} and {MAX_CHUNK}, not {chunk_bytes}")
-        if streams < 1 or stall_s <= 0 or drain_s < 0:
-            raise ValueError("streams and stall_s must be positive, drain_s must not be negative")
+        if streams < 1 or stall_s <= 0 or drain_s < 0 or linger_s < 0:
+            raise ValueError("streams and stall_s must be positive, drain_s and linger_s not negative")
         if advertise is None and bind in _WILDCARDS:
             raise ValueError(
                 f"when bound to {bind!r}, say with `advertise` by which host name others reach it"
             )
         self._token: Callable[[], str] = (lambda: token) if isinstance(token, str) else token
-        self._chunk_bytes, self._drain_s = chunk_bytes, drain_s
+        self._chunk_bytes, self._drain_s, self._linger_s = chunk_bytes, drain_s, linger_s
         self._streams, self._stall_s, self._client_ssl = streams, stall_s, client_ssl
+        self._min_rate = min_rate
         self._board = Board()
+        self._slots = Slots()
         self.sender: Sender | None = None
         """What sends publications by another way, for those who ask for it."""
         self._lock = threading.Lock()
@@ -88,11 +98,15 @@ class HTTPTransport:
         """Return the URL under which others find this transport as a source."""
         return self._address
 
-    def publish(self, version: str, state: object) -> None:
-        """Serve the memory of the state's live tensors, without a copy, until `withdraw`."""
+    def publish(self, version: str, state: object, *, snapshot: bool = False) -> None:
+        """Serve the memory of the state's live tensors, without a copy, until `withdraw`.
+
+        With `snapshot` a copy is made first, in memory that is used again for later ones; then the tensors
+        may change at once.
+        """
         self._check_open()
         self.withdraw()
-        self._put(encode(state, version=version, chunk_bytes=self._chunk_bytes))
+        self._put(encode(state, version=version, chunk_bytes=self._chunk_bytes), snapshot=snapshot)
 
     def publish_file(self, version: str, path: str | Path) -> None:
         """Serve the tensors of a safetensors file from its pages until `withdraw`.
@@ -103,16 +117,27 @@ class HTTPTransport:
         self.withdraw()
         self._put(open_file(path, version=version, chunk_bytes=self._chunk_bytes))
 
-    def _put(self, encoded: Encoded) -> None:
+    def _put(self, encoded: Encoded, *, snapshot: bool = False) -> None:
         for device in encoded.devices:
             wait_for_device(device)  # what is queued on them belongs to the state
-        self._board.put(Publication(encoded, self.sender))
+        slot = None
+        if snapshot:
+            slot = self._slots.take(encoded.size)
+            slot.write(0, encoded.views(0, encoded.size))
+        self._board.put(Publication(encoded, self.sender, slot))
 
     def withdraw(self) -> None:
-        """Stop serving; return once nobody reads the live memory any more. Idempotent."""
-        before = self._board.put(None)
+        """Stop serving; return once nobody reads the live memory any more. Idempotent.
+
+        Nobody waits for a slow joiner: what is still owed to one is copied, and served from there.
+        """
+        before = self._board.retire()
         if before is not None:
-            before.withdraw(self._drain_s)
+            keep = self._linger_s > 0 and not self._closed
+            if before.withdraw(self._drain_s, keep=keep):
+                self._board.linger(before, self._linger_s)
+            else:
+                self._board.forget(before)
         self._share(None)
 
     def _share(self, share: Share | None) -> None:
@@ -164,9 +189,10 @@ class HTTPTransport:
         token = self._token()
         _check_token(token)
         settings = Settings(
-            make_link=self._make_link,
+            make_link=partial(self._make_link, secrets.token_hex(8)),
             streams=self._streams,
             stall_s=self._stall_s,
+            min_rate=self._min_rate,
             report_chunks=progress is not None,
         )
         fetch = Fetch(
@@ -213,6 +239,7 @@ class HTTPTransport:
         self.withdraw()
         self._board.close()
         self._server.close()
+        self._slots.close()
 
     def __enter__(self) -> HTTPTransport:
         return self
@@ -222,8 +249,10 @@ class HTTPTransport:
     ) -> None:
         self.close()
 
-    def _make_link(self, address: str, check: Callable[[], None]) -> Link:
-        return Link(address, self._token(), tls=self._client_ssl, stall_s=self._stall_s, check=check)
+    def _make_link(self, fetch: str, address: str, check: Callable[[], None]) -> Link:
+        return Link(
+            address, self._token(), tls=self._client_ssl, stall_s=self._stall_s, check=check, fetch=fetch
+        )
 
     def _check_open(self) -> None:
         if self._closed:

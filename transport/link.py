@@ -19,6 +19,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from transport import wire
+from transport.visits import FETCH
 
 SLICE_S: Final = 0.2
 """Longest wait inside the kernel, between two looks at the clock and at `check`."""
@@ -56,14 +57,18 @@ class Link:
         tls: ssl.SSLContext | None,
         stall_s: float,
         check: Callable[[], None],
+        fetch: str = "",
     ) -> None:
+        """`fetch` names the fetch that the link belongs to, for the source."""
         url = urlsplit(address)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"the address of a source must look like http://host:port, not {address!r}")
         self._host, self._port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
-        self._netloc = url.netloc.rpartition("@")[2]
         self._tls = (tls or ssl.create_default_context()) if url.scheme == "https" else None
-        self._token, self._stall_s, self._check = token, stall_s, check
+        self._stall_s, self._check = stall_s, check
+        self._headers = {"Host": url.netloc.rpartition("@")[2], "Authorization": f"Bearer {token}"}
+        if fetch:
+            self._headers[FETCH] = fetch
         self._sock: socket.socket | None = None
         self._cut = False
         self._ahead = b""  # bytes of a body that came with its head
@@ -135,8 +140,7 @@ class Link:
             self.open()
         sock = self._sock
         assert sock is not None
-        head = {"Host": self._netloc, "Authorization": f"Bearer {self._token}", **headers}
-        raw = memoryview(wire.format_head(f"{method} {path} HTTP/1.1", head))
+        raw = memoryview(wire.format_head(f"{method} {path} HTTP/1.1", self._headers | headers))
         try:
             wire.send_views(sock, [raw], batch=True)
         except OSError as error:

@@ -23,13 +23,12 @@ import torch.distributed as dist
 
 from transport.api import Progress
 from transport.ask import SMALL_BODY, NotPublished, ask
-from transport.encoded import Encoded
 from transport.errors import SourceError
 from transport.http import HTTPTransport
 from transport.link import Garbled, Lost
 from transport.manifest import Manifest
 from transport.publication import Publication
-from transport.readers import Withdrawn
+from transport.readers import Views, Withdrawn
 from transport.session import Over, Session, Source
 from transport.staging import HostReader
 from transport.wire import Stalled
@@ -197,10 +196,10 @@ class DistributedTransport:
         reader = HostReader()
         under_way: list[tuple[Any, torch.Tensor]] = []
         try:
-            with publication.reading(self._cut):
+            with publication.reading(self._cut) as views:
                 try:
                     for number, (start, end) in share:
-                        tensor = _gather(publication.encoded, start, end, reader)
+                        tensor = _gather(views, start, end, reader, in_place=publication.on_cpu)
                         under_way.append((group.send([tensor], to, tag + number), tensor))
                         if len(under_way) == AHEAD:
                             _wait(under_way.pop(0)[0], self._timeout_s)
@@ -250,7 +249,13 @@ class _Receiver:
         left = list(share)
         try:
             rank = self._ask(session, source)
-            self._receive(session, source, rank, left)
+            with session.changed:
+                source.num_busy += 1
+            try:
+                self._receive(session, source, rank, left)
+            finally:
+                with session.changed:
+                    source.num_busy -= 1
         except Over:
             pass
         except (NotPublished, SourceError, Lost, Garbled, Stalled, RuntimeError) as error:
@@ -344,12 +349,12 @@ class _Receiver:
             source.busy_s += busy_s
 
 
-def _gather(encoded: Encoded, start: int, end: int, reader: HostReader) -> torch.Tensor:
+def _gather(views: Views, start: int, end: int, reader: HostReader, *, in_place: bool) -> torch.Tensor:
     """Return a bucket's bytes as one tensor: the memory itself if it is one piece of host memory."""
     flat: torch.Tensor | None = None
     at = 0
-    for view in encoded.views(start, end, reader):
-        if len(view) == end - start and encoded.on_cpu:
+    for view in views(start, end, reader):
+        if len(view) == end - start and in_place:
             return torch.frombuffer(view, dtype=torch.uint8)
         if flat is None:
             flat = torch.empty(end - start, dtype=torch.uint8, device="cpu")

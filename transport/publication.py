@@ -12,23 +12,29 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
 import msgspec
+import numpy as np
 import xxhash
 
 from transport.encoded import Encoded
 from transport.manifest import dump
-from transport.readers import Withdrawn
+from transport.readers import Readers, Views, Withdrawn
 from transport.share import ShareBoard
+from transport.slots import MARGIN, Slot, available_memory
 from transport.staging import HostReader
+from transport.visits import Mask, Visits
 
 log = logging.getLogger(__name__)
 
 INLINE_HASHES: Final = 16 << 20
 """Up to this size of state its checksums travel with the manifest: computing them takes about 1 ms."""
 
-CUT_WAIT_S: Final = 10.0
+
+RETURN_S: Final = 1.0
+"""How long a fetch that is owed something may be without a connection."""
 
 
 class Sender(Protocol):
@@ -39,80 +45,129 @@ class Sender(Protocol):
 
 
 class Publication:
-    """One published state: its encoding, its checksums, and who is reading it."""
+    """One published state: its encoding, its checksums, and who is reading it.
 
-    def __init__(self, encoded: Encoded, sender: Sender | None = None) -> None:
+    The bytes are those of the live tensors until there is a slot with a copy of them: from the beginning, or,
+    of those that are still owed, since `withdraw`.
+    """
+
+    def __init__(self, encoded: Encoded, sender: Sender | None = None, slot: Slot | None = None) -> None:
         self.encoded = encoded
-        self.on_cpu = encoded.on_cpu
         self.sender = sender
         self.version = encoded.manifest.version
-        self._changed = threading.Condition()
-        self._readers: dict[int, Callable[[], None]] = {}
-        self._next_reader = 0
-        self._withdrawn = False
-        self._hashes: list[bytes | None] = [None] * encoded.manifest.num_chunks
+        self.slot = slot
+        self.leaving = False
+        """Somebody waits for the live memory."""
+        manifest = encoded.manifest
+        self.visits = Visits(manifest.num_chunks, manifest.chunk)
+        self._kept: Mask | None = None
+        self._readers = Readers(f"version {self.version}")
+        self._hashes: list[bytes | None] = [None] * manifest.num_chunks
         self._manifests: dict[bool, bytes] = {}
 
+    @property
+    def on_cpu(self) -> bool:
+        """Say whether all bytes are memory that a socket can send."""
+        return self.slot is not None or self.encoded.on_cpu
+
+    def answering(self) -> AbstractContextManager[None]:
+        """Announce several readings, one after the other."""
+        return contextlib.nullcontext() if self.slot is not None else self._readers.answering()
+
     @contextlib.contextmanager
-    def reading(self, cut: Callable[[], None]) -> Iterator[None]:
-        """Keep the memory valid inside the block; `cut` is called from another thread to end it early."""
-        with self._changed:
-            if self._withdrawn:
-                raise Withdrawn
-            self._next_reader += 1
-            reader = self._next_reader
-            self._readers[reader] = cut
-        try:
-            yield
-        finally:
-            with self._changed:
-                del self._readers[reader]
-                self._changed.notify_all()
+    def reading(self, cut: Callable[[], None]) -> Iterator[Views]:
+        """Keep the memory valid inside the block, which is given what yields ranges of it.
 
-    def withdraw(self, grace_s: float) -> None:
-        """Admit no reader any more; give those that there are `grace_s` to end, then cut them off."""
-        with self._changed:
-            self._withdrawn = True
-            if self._changed.wait_for(lambda: not self._readers, grace_s):
-                return
-            late = list(self._readers.values())
-        log.info("cutting off %d slow readers of version %s", len(late), self.version)
-        for cut in late:
-            cut()
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._readers, CUT_WAIT_S):
-                # Their connections are dead, so whatever they still read reaches nobody.
-                log.error("%d readers of version %s did not end", len(self._readers), self.version)
+        `cut` is called from another thread to end it early.
+        """
+        slot = self.slot
+        if slot is None:
+            with self._readers.reading(cut):
+                yield self.encoded.views
+            return
+        with slot.held():
+            yield lambda start, end, reader: slot.views(start, end)
 
-    def manifest(self, *, hashes: bool | None, reader: HostReader) -> bytes:
+    def has(self, start: int, end: int) -> bool:
+        """Say whether a range of bytes is still here."""
+        if self._kept is None:
+            return True
+        chunk = self.encoded.manifest.chunk
+        return bool(self._kept[start // chunk : -(-end // chunk)].all())
+
+    def withdraw(self, grace_s: float, *, keep: bool) -> bool:
+        """Return once nobody reads the live memory any more; with `keep`, say whether anything is still owed.
+
+        What is owed is copied before, if there is memory for it, and goes on being served until `end`;
+        otherwise those who read have `grace_s` to end before they are cut off.
+        """
+        owed = self.visits.owed() if keep else None
+        kept = owed is not None and bool(owed.any())
+        if kept and owed is not None and self.slot is None:
+            kept = self._copy(owed)
+        self.leaving = True
+        self._readers.close(grace_s, answers=not kept)
+        return kept
+
+    def _copy(self, owed: Mask) -> bool:
+        """Copy the chunks that are owed."""
+        manifest = self.encoded.manifest
+        free, need = available_memory() - MARGIN, int(owed.sum()) * manifest.chunk
+        if need > free:
+            log.warning(
+                "no memory (%d MiB of %d) to keep what is owed of version %s",
+                free >> 20,
+                need >> 20,
+                self.version,
+            )
+            return False
+        reader = HostReader()
+        slot = Slot(manifest.size)
+        edges = np.flatnonzero(np.diff(owed, prepend=False, append=False))
+        for first, last in edges.reshape(-1, 2).tolist():
+            start, end = first * manifest.chunk, min(manifest.size, last * manifest.chunk)
+            slot.write(start, self.encoded.views(start, end, reader))
+        for chunk in np.flatnonzero(~owed).tolist():
+            # Somebody may have the bytes, but not yet the checksum.
+            self.hashes(chunk, chunk + 1, self.encoded.views, reader)
+        self._kept, self.slot = owed, slot
+        return True
+
+    def end(self) -> None:
+        """Serve nobody any more."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            slot.release()
+
+    def manifest(self, views: Views, reader: HostReader, *, hashes: bool | None) -> bytes:
         """Return the manifest as JSON; with None for `hashes`, it has them if the state is small."""
         manifest = self.encoded.manifest
         with_hashes = manifest.size <= INLINE_HASHES if hashes is None else hashes
         raw = self._manifests.get(with_hashes)
         if raw is None:
             if with_hashes:
-                table = self.hashes(0, manifest.num_chunks, reader).hex()
+                table = self.hashes(0, manifest.num_chunks, views, reader).hex()
                 manifest = msgspec.structs.replace(manifest, hashes=table)
             raw = self._manifests[with_hashes] = dump(manifest)
         return raw
 
-    def hashes(self, first: int, last: int, reader: HostReader) -> bytes:
+    def hashes(self, first: int, last: int, views: Views, reader: HostReader) -> bytes:
         """Return the checksums of chunks `first` up to but not including `last`, one after the other."""
         result = []
         for chunk in range(first, last):
             digest = self._hashes[chunk]
             if digest is None:
-                if self._withdrawn:
+                if self.leaving and self.slot is None:
                     raise Withdrawn
-                digest = self._hashes[chunk] = self._hash(chunk, reader)
+                digest = self._hashes[chunk] = self._hash(chunk, views, reader)
             result.append(digest)
         return b"".join(result)
 
-    def _hash(self, chunk: int, reader: HostReader) -> bytes:
+    def _hash(self, chunk: int, views: Views, reader: HostReader) -> bytes:
         manifest = self.encoded.manifest
         start = chunk * manifest.chunk
         digest = xxhash.xxh3_128()
-        for view in self.encoded.views(start, min(manifest.size, start + manifest.chunk), reader):
+        for view in views(start, min(manifest.size, start + manifest.chunk), reader):
             digest.update(view)
         return digest.digest()
 
@@ -125,6 +180,7 @@ class Board:
         """Beside it, what this process serves of the state that it is fetching itself."""
         self._changed = threading.Condition()
         self._current: Publication | None = None
+        self._lingering: list[Publication] = []
         self._closed = False
 
     @property
@@ -132,17 +188,22 @@ class Board:
         """Return what is published now."""
         return self._current
 
-    def put(self, publication: Publication | None) -> Publication | None:
-        """Hang up another publication, or none; return the one before."""
+    def put(self, publication: Publication) -> None:
+        """Hang up a publication."""
         with self._changed:
-            before, self._current = self._current, publication
+            self._current = publication
             self._changed.notify_all()
-        return before
 
-    def wait(self, timeout_s: float) -> Publication | None:
-        """Return the current publication; while there is none, wait for one at most `timeout_s`."""
+    def wait(self, timeout_s: float, version: str = "", fetch: str = "") -> Publication | None:
+        """Return the current publication; while there is none, wait for one at most `timeout_s`.
+
+        A fetch that is still owed something of another version gets the one from before.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
+            for publication in self._lingering:
+                if publication.version == version and publication.visits.knows(fetch):
+                    return publication
             while self._current is None and not self._closed:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -150,8 +211,38 @@ class Board:
                 self._changed.wait(left)
             return self._current
 
+    def retire(self) -> Publication | None:
+        """Take the current publication down; those who are fetching it still get it, until `forget`."""
+        with self._changed:
+            before, self._current = self._current, None
+            if before is not None:
+                self._lingering.append(before)
+        return before
+
+    def forget(self, publication: Publication) -> None:
+        """Serve nothing of a retired publication any more."""
+        with self._changed:
+            self._lingering.remove(publication)
+        publication.end()
+        publication.visits.cut()
+
+    def linger(self, publication: Publication, linger_s: float) -> None:
+        """Forget a retired publication once nobody fetches it any more, or after `linger_s`; in a thread."""
+        threading.Thread(
+            target=self._see_off, args=(publication, linger_s), name="transport-linger", daemon=True
+        ).start()
+
+    def _see_off(self, publication: Publication, linger_s: float) -> None:
+        deadline = time.monotonic() + linger_s
+        with self._changed:
+            while (left := deadline - time.monotonic()) > 0 and not self._closed:
+                if publication.visits.empty_s > RETURN_S:
+                    break
+                self._changed.wait(min(left, RETURN_S / 4))
+        self.forget(publication)
+
     def close(self) -> None:
-        """Let all that wait return."""
+        """Let all that wait return, and serve nothing that is owed any more."""
         self.shares.close()
         with self._changed:
             self._closed = True

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from transport import wire
+from transport import visits, wire
 from transport.ask import ask
 from transport.endgame import Flight
 from transport.ledger import Extent
@@ -84,6 +84,7 @@ class Receiver:
         with session.changed:
             self._due = self._due_at(now, extent.end - extent.start)
             session.flights.add(flight)
+            source.num_busy += 1
         self._flight, self._rival = flight, False
         try:
             self._ask(link, extent.start, extent.end)
@@ -98,6 +99,7 @@ class Receiver:
             self._flight = None
             with session.changed:
                 session.flights.discard(flight)
+                source.num_busy -= 1
                 flight.over = True
                 if not flight.beaten:
                     ledger.give_back(flight.at, flight.end, avoid)
@@ -174,9 +176,11 @@ class Receiver:
             session.settle(number, right)
 
     def _ask(self, link: Link, start: int, end: int) -> None:
-        manifest, _, _ = self.session.work
+        manifest, ledger, _ = self.session.work
         what = "data" if self.source.peer is None else "part"
         headers = {"Range": f"bytes={start}-{end - 1}", "If-Match": f'"{manifest.etag}"'}
+        if manifest.num_chunks <= visits.MAX_LISTED:
+            headers[visits.HAVE] = visits.dump(ledger.verified)
         _check_range(ask(link, self.session.version, what, headers), start, end)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -27,8 +27,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import xxhash
 
 from transport.publication import Board, Publication
+from transport.readers import Content
 from transport.share import Share
 from transport.staging import HostReader
+from transport.visits import FETCH
 from transport.wire import BadHead, parse_head
 
 MAX_WAIT_S: Final = 30.0
@@ -60,20 +62,22 @@ class Request:
 
 @dataclass(slots=True)
 class Response:
-    """What to answer; `views` (if set) reads the memory of `publication`, otherwise `body` is sent."""
+    """What to answer: `body`, and after it bytes `start` to `end` of the content, if there is one."""
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
-    length: int = -1
-    publication: Publication | Share | None = None
-    views: Callable[[HostReader], Iterator[memoryview]] | None = None
+    content: Content | None = None
+    start: int = 0
+    end: int = 0
     close: bool = False
+    asked: Publication | None = None
+    """Of which publication something was asked for."""
 
     @property
     def content_length(self) -> int:
         """Return the number of bytes in the body."""
-        return len(self.body) if self.length < 0 else self.length
+        return len(self.body) + self.end - self.start
 
 
 def parse_request(raw: bytes) -> Request:
@@ -131,12 +135,14 @@ def respond(request: Request, token: str, board: Board, reader: HostReader) -> R
     route = _ROUTES.get(what)
     if route is None:
         return error(404, "no such path; try /v1/<version>/manifest")
-    publication = board.wait(_wait_s(request))
+    publication = board.wait(_wait_s(request), version, request.headers.get(FETCH, ""))
     if publication is None:
         return error(404, "nothing is published", latest=None)
     if publication.version != version:
         return error(412, "another version is published", latest=publication.version)
-    return route(request, publication, reader)
+    response = route(request, publication, reader)
+    response.asked = publication
+    return response
 
 
 def _wait_s(request: Request) -> float:
@@ -149,8 +155,8 @@ def _wait_s(request: Request) -> float:
 
 def _manifest(request: Request, publication: Publication, reader: HostReader) -> Response:
     asked = request.query.get("hashes", "1")
-    with publication.reading(lambda: None):
-        raw = publication.manifest(hashes={"0": False, "1": True}.get(asked), reader=reader)
+    with publication.reading(lambda: None) as views:
+        raw = publication.manifest(views, reader, hashes={"0": False, "1": True}.get(asked))
     headers = {"Content-Type": "application/json", CHECKSUM: xxhash.xxh3_128_hexdigest(raw)}
     return Response(200, headers, raw)
 
@@ -163,8 +169,8 @@ def _hashes(request: Request, publication: Publication, reader: HostReader) -> R
         return error(400, "first and last must be numbers")
     if not 0 <= first <= last <= total or last - first > MAX_HASHES:
         return error(400, f"ask for at most {MAX_HASHES} of the chunks 0 to {total}")
-    with publication.reading(lambda: None):
-        raw = publication.hashes(first, last, reader)
+    with publication.reading(lambda: None) as views:
+        raw = publication.hashes(first, last, views, reader)
     headers = {"Content-Type": "application/octet-stream", CHECKSUM: xxhash.xxh3_128_hexdigest(raw)}
     return Response(200, headers, raw)
 
@@ -181,22 +187,13 @@ def _send(request: Request, publication: Publication, reader: HostReader) -> Res
 
 def _data(request: Request, publication: Publication, reader: HostReader) -> Response:
     encoded = publication.encoded
-    return _ranged(
-        request, publication, encoded.manifest.etag, encoded.size, lambda a, b, r: encoded.views(a, b, r)
-    )
+    return _ranged(request, publication, encoded.manifest.etag, encoded.size, publication.version)
 
 
 def _file(request: Request, publication: Publication, reader: HostReader) -> Response:
     encoded = publication.encoded
-    header = encoded.header
-
-    def views(start: int, end: int, reader: HostReader) -> Iterator[memoryview]:
-        if start < len(header):
-            yield memoryview(header)[start:end]
-        if end > len(header):
-            yield from encoded.views(max(0, start - len(header)), end - len(header), reader)
-
-    return _ranged(request, publication, encoded.file_etag, len(header) + encoded.size, views)
+    size = encoded.size
+    return _ranged(request, publication, encoded.file_etag, size, publication.version, encoded.header)
 
 
 def _have(request: Request, share: Share) -> Response:
@@ -214,11 +211,9 @@ def _have(request: Request, share: Share) -> Response:
 
 
 def _part(request: Request, share: Share) -> Response:
-    response = _ranged(
-        request, share, share.etag, share.size, lambda start, end, reader: share.views(start, end)
-    )
+    response = _ranged(request, share, share.etag, share.size, share.version)
     wanted = parse_range(request.headers.get("range", ""), share.size)
-    if response.status == 206 and wanted and share.covers(*wanted):
+    if response.status == 206 and wanted and share.has(*wanted):
         return response
     return response if response.status == 412 else error(416, "ask for bytes of chunks that are here")
 
@@ -235,16 +230,18 @@ _ROUTES: Final[dict[str, Callable[[Request, Publication, HostReader], Response]]
 
 def _ranged(
     request: Request,
-    publication: Publication | Share,
+    content: Content,
     etag: str,
-    size: int,
-    views: Callable[[int, int, HostReader], Iterator[memoryview]],
+    data_size: int,
+    version: str,
+    header: bytes = b"",
 ) -> Response:
-    """Answer with a range of bytes, or all of them, under the conditions of RFC 9110."""
+    """Answer with a range of header and content, or all of it, under the conditions of RFC 9110."""
+    size = len(header) + data_size
     headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
     given = request.headers
     if "if-match" in given and not _lists(given["if-match"], etag):
-        response = error(412, "the content differs from the one expected", latest=publication.version)
+        response = error(412, "the content differs from the one expected", latest=version)
         response.headers["ETag"] = headers["ETag"]
         return response
     if "if-none-match" in given and _lists(given["if-none-match"].replace("W/", ""), etag):
@@ -268,9 +265,10 @@ def _ranged(
     return Response(
         status,
         headers,
-        length=end - start,
-        publication=publication,
-        views=lambda reader: views(start, end, reader),
+        header[start:end],
+        content,
+        max(0, start - len(header)),
+        max(0, end - len(header)),
     )
 
 

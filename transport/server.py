@@ -16,16 +16,22 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from transport import wire
-from transport.publication import Board
-from transport.readers import Withdrawn
-from transport.routes import REASONS, Response, error, parse_request, respond
+from transport.publication import Board, Publication
+from transport.readers import Content, Withdrawn
+from transport.routes import REASONS, Request, Response, error, parse_request, respond
+from transport.slots import Slot
 from transport.staging import HostReader
+from transport.visits import FETCH, HAVE
 
 log = logging.getLogger(__name__)
+
+PIECE: Final = 8 << 20
+_NOTHING: Final = Request("", "", {}, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +165,12 @@ class _Connection:
         self._server = server
         self._buffer = bytearray()
         self._reader = HostReader()
+        self.span = (0, 0)
+        """Which bytes of a data section are still to be sent."""
+        self._visited: Publication | None = None
+        self._held: Slot | None = None
+        self._heard_out = False
+        """The client has closed the connection, after all that was sent."""
         self.thread = threading.Thread(target=self._run, name="transport-serve", daemon=True)
 
     def cut(self) -> None:
@@ -183,6 +195,9 @@ class _Connection:
         except Exception:
             log.exception("a request could not be answered")
         finally:
+            self._visit(None, _NOTHING)
+            # Not so if it was cut: what is under way may still be read from the slot's pages.
+            self._let_go(clean=self._heard_out)
             wire.cut(self.sock)
             self.sock.close()
             server.forget(self)
@@ -193,6 +208,7 @@ class _Connection:
             head = self._read_head()
             if head is None:
                 return False
+            self._let_go()
             request = parse_request(head)
         except wire.BadHead as err:
             self._send(error(431 if "long" in str(err) else 400, str(err), close=True), head_only=False)
@@ -203,11 +219,10 @@ class _Connection:
                 self.authorized = True
             if not request.keep_alive:
                 response.close = True
-            if response.publication is not None:
-                with response.publication.reading(self.cut):
-                    self._send(response, head_only=request.method == "HEAD")
-            else:
-                self._send(response, head_only=request.method == "HEAD")
+            self._visit(response.asked, request)
+            if response.content is not None and not response.content.has(response.start, response.end):
+                raise Withdrawn
+            self._send(response, head_only=request.method == "HEAD")
         except Withdrawn:
             response = error(404, "nothing is published", latest=None)
             self._send(response, head_only=request.method == "HEAD")
@@ -235,6 +250,7 @@ class _Connection:
             except wire.TIMED_OUT:
                 return None
             if not data:
+                self._heard_out = True
                 return None
             if not begun:
                 begun = True
@@ -251,17 +267,72 @@ class _Connection:
         head = memoryview(wire.format_head(first, headers))
         if head_only:
             wire.send_views(self.sock, [head], batch=True)
-        elif response.views is None:
+        elif response.content is None or response.start == response.end:
             wire.send_views(self.sock, [head, memoryview(response.body)], batch=True)
         else:
-            assert response.publication is not None
-            on_cpu = response.publication.on_cpu
-            wire.send_views(self.sock, _chain(head, response.views(self._reader)), batch=on_cpu)
+            self._send_content(head, memoryview(response.body), response)
 
+    def _send_content(self, head: memoryview, before: memoryview, response: Response) -> None:
+        """Send bytes of a state; nobody waits for the peer while live memory is being read, but for TLS."""
+        content, at = response.content, response.start
+        assert content is not None
+        with content.answering():
+            self.span = (at, response.end)
+            wire.send_views(self.sock, [head, before], batch=True, more=True)
+            try:
+                while at < response.end:
+                    n = self._send_some(content, at, response.end)
+                    if not n:
+                        wire.wait_writable(self.sock, self._server._limits.stall_s)
+                    at += n
+                    self.span = (at, response.end)
+            except Withdrawn as err:
+                raise ConnectionAbortedError("the state was withdrawn in the middle of an answer") from err
+            finally:
+                self.span = (0, 0)
 
-def _chain(head: memoryview, views: Iterator[memoryview]) -> Iterator[memoryview]:
-    yield head
-    yield from views
+    def _send_some(self, content: Content, start: int, end: int) -> int:
+        """Send as much as the way allows; return how many bytes that was."""
+        slot, tls = content.slot, isinstance(self.sock, ssl.SSLSocket)
+        if slot is not None and not tls:
+            self._hold(slot)
+            return wire.send_file(self.sock, slot.fd, start, end)
+        sent = 0
+        with content.reading(self.cut) as views:
+            if content.on_cpu and not tls:
+                return wire.send_some(self.sock, views(start, min(end, start + PIECE), self._reader))
+            for view in views(start, end, self._reader):
+                for low in range(0, len(view), PIECE):
+                    piece = view[low : low + PIECE]
+                    wire.send_views(self.sock, [piece], batch=False)
+                    sent += len(piece)
+                    if content.leaving and content.slot is not slot:
+                        return sent
+        return sent
+
+    def _hold(self, slot: Slot) -> None:
+        """Keep a slot until the client has shown that it has all that was sent."""
+        if self._held is not slot:
+            self._let_go()
+            slot.hold()
+            self._held = slot
+
+    def _let_go(self, *, clean: bool = True) -> None:
+        slot, self._held = self._held, None
+        if slot is not None:
+            slot.spoilt |= not clean
+            slot.release()
+
+    def _visit(self, publication: Publication | None, request: Request) -> None:
+        if publication is not self._visited and self._visited is not None:
+            self._visited.visits.leave(self)
+        self._visited = publication
+        if publication is not None:
+            publication.visits.see(self, request.headers.get(FETCH, ""), request.headers.get(HAVE, ""))
+
+    def gone(self) -> bool:
+        """Say whether the other side has closed the connection."""
+        return wire.is_gone(self.sock)
 
 
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()

@@ -6,6 +6,7 @@ Knows no HTTP. Its memory is that of the destination, which stays as it is from 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +17,15 @@ import numpy as np
 
 from transport.manifest import Manifest
 from transport.place import Plan
-from transport.readers import Readers, Withdrawn
+from transport.readers import Readers, Views, Withdrawn
 
 
 class Share:
     """The verified chunks of one fetch, under way or done. All methods may be called from any thread."""
 
     on_cpu: Final = True
+    slot: Final = None
+    leaving = False
 
     def __init__(self, manifest: Manifest, plan: Plan) -> None:
         self.version, self.etag, self.size, self.chunk = (
@@ -61,23 +64,25 @@ class Share:
                 raise Withdrawn
             return np.packbits(self._have).tobytes()
 
-    def covers(self, start: int, end: int) -> bool:
+    def has(self, start: int, end: int) -> bool:
         """Say whether all chunks of a range of bytes can be served."""
         with self._changed:
             return bool(self._have[start // self.chunk : -(-end // self.chunk)].all())
 
-    def views(self, start: int, end: int) -> Iterator[memoryview]:
-        """Yield the memory of a range of bytes."""
-        yield from self._plan.views(start, end)
+    def answering(self) -> AbstractContextManager[None]:
+        """Announce several readings, one after the other."""
+        return self._readers.answering()
 
-    def reading(self, cut: Callable[[], None]) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def reading(self, cut: Callable[[], None]) -> Iterator[Views]:
         """Keep the memory valid inside the block; `cut` is called from another thread to end it early."""
-        return self._readers.reading(cut)
+        with self._readers.reading(cut):
+            yield lambda start, end, reader: iter(self._plan.views(start, end))
 
     def withdraw(self, grace_s: float) -> None:
         """Serve no longer; return once nobody reads the memory any more. Idempotent."""
         with self._changed:
-            self._over = True
+            self._over = self.leaving = True
             self._changed.notify_all()
         self._readers.close(grace_s)
 

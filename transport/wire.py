@@ -7,6 +7,8 @@ call then moves a whole extent between the socket and the tensors' memory, witho
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
 import ssl
 import struct
@@ -16,6 +18,7 @@ from typing import Final
 MAX_HEAD: Final = 16 << 10
 IOV: Final = 512
 _BATCH_BYTES: Final = 8 << 20
+_RDHUP: Final = getattr(select, "POLLRDHUP", 0x2000)
 TIMED_OUT: Final = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -77,8 +80,10 @@ def cut(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-def send_views(sock: socket.socket, views: Iterable[memoryview], *, batch: bool) -> None:
+def send_views(sock: socket.socket, views: Iterable[memoryview], *, batch: bool, more: bool = False) -> None:
     """Send all views in order; with `batch`, several per system call (they must all stay valid).
+
+    With `more`, other bytes follow soon, which are to travel together with these.
 
     Raises `Stalled` when the peer takes nothing for as long as the send timeout.
     """
@@ -91,7 +96,47 @@ def send_views(sock: socket.socket, views: Iterable[memoryview], *, batch: bool)
                     raise Stalled from error
         return
     for group in _groups(views) if batch else ([view] for view in views):
-        _send_group(sock, group)
+        _send_group(sock, group, socket.MSG_MORE if more else 0)
+
+
+def send_some(sock: socket.socket, views: Iterable[memoryview]) -> int:
+    """Send what a socket takes at once; return how many bytes that was."""
+    sent = 0
+    for group in _groups(views):
+        try:
+            n = sock.sendmsg(group, [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return sent
+        sent += n
+        if n < sum(map(len, group)):
+            break
+    return sent
+
+
+def wait_writable(sock: socket.socket, timeout_s: float) -> None:
+    """Wait until a socket takes bytes again; raise `Stalled` after `timeout_s`."""
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    if not poll.poll(timeout_s * 1000):
+        raise Stalled
+
+
+def send_file(sock: socket.socket, fd: int, start: int, end: int) -> int:
+    """Send bytes `start` to `end` of a file, without a copy; return how many were sent."""
+    try:
+        return os.sendfile(sock.fileno(), fd, start, end - start)
+    except TIMED_OUT as error:
+        raise Stalled from error
+
+
+def is_gone(sock: socket.socket) -> bool:
+    """Say whether the peer has closed a connection."""
+    poll = select.poll()
+    poll.register(sock, _RDHUP)
+    try:
+        return bool(poll.poll(0))
+    except (OSError, ValueError):
+        return True
 
 
 def _groups(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
@@ -107,11 +152,11 @@ def _groups(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield group
 
 
-def _send_group(sock: socket.socket, group: list[memoryview]) -> None:
+def _send_group(sock: socket.socket, group: list[memoryview], flags: int) -> None:
     left = sum(map(len, group))
     while left:
         try:
-            sent = sock.sendmsg(group)
+            sent = sock.sendmsg(group, [], flags)
         except TIMED_OUT as error:
             raise Stalled from error
         left -= sent

@@ -324,11 +324,11 @@ def test_withdraw_cuts_off_a_reader_that_takes_nothing(
     assert caught
 
 
-def test_withdraw_in_the_middle_is_an_error_that_says_so(
+def test_withdraw_that_keeps_nothing_is_an_error_that_says_so(
     make_transport: Make, make_proxy: Callable[..., Any]
 ) -> None:
     state = make_state(1, 64)
-    source, joiner = make_transport(chunk_bytes=MB, drain_s=0), make_transport(streams=1)
+    source, joiner = make_transport(chunk_bytes=MB, drain_s=0, linger_s=0), make_transport(streams=1)
     source.publish("v", state)
 
     def progress(report: Progress) -> None:

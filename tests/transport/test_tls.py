@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from transport import HTTPTransport, SourceError
+from transport import HTTPTransport, Progress, SourceError
 
 Make = Callable[..., HTTPTransport]
 
@@ -72,3 +72,24 @@ def test_plain_http_to_a_tls_source_is_an_error(make_secure: Make, make_transpor
     source.publish("v", {"a": 1})
     with pytest.raises(SourceError):
         make_transport().fetch([source.address.replace("https", "http")], "v", None, deadline_s=10)
+
+
+def test_after_withdraw_the_rest_comes_from_a_copy(make_secure: Make) -> None:
+    """OpenSSL may hold live memory for as long as the peer takes nothing, but for one piece only."""
+    state = {f"p{i}": torch.randint(0, 256, (16 << 20,), dtype=torch.uint8) for i in range(4)}
+    right = {name: tensor.clone() for name, tensor in state.items()}
+    source, joiner = make_secure(chunk_bytes=1 << 20), make_secure(streams=1)
+    source.publish("v", state)
+    withdrawn = False
+
+    def progress(report: Progress) -> None:
+        nonlocal withdrawn
+        if report.bytes_done > 0 and not withdrawn:
+            withdrawn = True
+            source.withdraw()
+            for tensor in state.values():
+                tensor.zero_()
+
+    result: Any = joiner.fetch([source.address], "v", {}, deadline_s=60, progress=progress)
+    assert withdrawn
+    assert all(torch.equal(result[name], tensor) for name, tensor in right.items())
