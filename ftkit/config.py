@@ -132,6 +132,9 @@ class Settings:
     heal_timeout: float = _setting(
         "longest time to receive the live state", values.seconds(above=0), shown="10 × `timeout`"
     )
+    heal_rate_floor: int = _setting(
+        "MB/s; of a peer that sends the live state slower, the log warns; 0: never", values.whole(0), 0
+    )
     join_timeout: float = _setting(
         "longest wait for the members of an epoch to ask for the next one, before going without them",
         values.seconds(above=0),

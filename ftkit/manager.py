@@ -89,7 +89,10 @@ class Manager:
         self._progress = Progress()
         self._inbox = Inbox(lambda m: self._step.abort(m.epoch, m.why, left_out=m.left_out))
         self._transport = transport or HTTPTransport(
-            token=self._job_token, bind=self.settings.bind, advertise=self.settings.advertise
+            token=self._job_token,
+            bind=self.settings.bind,
+            advertise=self.settings.advertise,
+            min_rate=self.settings.heal_rate_floor * 1e6,
         )
         self._links = Links(self.settings, pg or self._default_group())
         self._bootstrap = Bootstrap(

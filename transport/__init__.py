@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transport.api import Progress, Transport
+    from transport.api import Progress, SourceProgress, Transport
     from transport.encoded import Encoded, decode, encode
     from transport.errors import (
         ChecksumError,
@@ -39,6 +39,7 @@ __all__ = [
     "Progress",
     "ProtocolError",
     "SourceError",
+    "SourceProgress",
     "StateMismatch",
     "TokenRefused",
     "Transport",
@@ -57,6 +58,7 @@ _HOMES = {
     "HTTPTransport": "http",
     "Limits": "server",
     "Progress": "api",
+    "SourceProgress": "api",
     "Transport": "api",
     "decode": "encoded",
     "encode": "encoded",

@@ -12,16 +12,36 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceProgress:
+    """What one source has done in a fetch."""
+
+    address: str
+    bytes_received: int
+    rate: float
+    """Bytes per second of late, over all connections; since the beginning, at the end."""
+    state: str
+    """What it did last, in words."""
+    failed: bool = False
+    joiner: bool = False
+    """It is itself fetching the state, and serves what it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """How far a fetch has come."""
 
     version: str
     bytes_done: int
-    """Bytes received and verified."""
+    """Bytes in place and verified."""
     bytes_total: int
     num_sources: int
     """Sources that have not failed."""
     elapsed_s: float
+    bytes_kept: int = 0
+    """Of those done, the bytes that were here before, and are not fetched."""
+    rate: float = 0.0
+    """Bytes received per second of late; since the beginning, at the end."""
+    sources: tuple[SourceProgress, ...] = ()
 
 
 class Transport(Protocol):

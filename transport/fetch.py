@@ -9,6 +9,7 @@ destination's memory after `run` has ended.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -28,12 +29,15 @@ from transport.errors import (
 )
 from transport.ledger import Ledger
 from transport.manifest import HASH_BYTES, Manifest
+from transport.meter import Meter, summary
 from transport.place import Plan
 from transport.reuse import Reuse
 from transport.session import Session, Settings, Source
 from transport.share import Share
 from transport.swarm import Peer, Swarm, neighbours
 from transport.worker import Worker
+
+log = logging.getLogger(__name__)
 
 PROGRESS_S: Final = 0.1
 MIN_SHARE: Final = 2
@@ -76,6 +80,7 @@ class Fetch:
         self._ahead = ahead
         self._make_plan = make_plan or (lambda manifest: Plan(manifest, into))
         self._session = Session(sources, version, settings, deadline_s)
+        self._meter = Meter(self._session, self._session.started)
         self._joiners, self._own, self._serve, self._reuse = joiners, own, serve, reuse
 
     def run(self) -> object:
@@ -108,7 +113,7 @@ class Fetch:
             session.end()
             if self._ahead is not None:
                 self._ahead.wait_ended()
-        self._report()
+        self._report(whole=True)
         return plan.result()
 
     def _meet_joiners(self, manifest: Manifest, plan: Plan) -> None:
@@ -147,7 +152,7 @@ class Fetch:
             return session.manifest
 
     def _wait_complete(self) -> None:
-        session = self._session
+        session, floor = self._session, self._session.settings.min_rate
         _, ledger, _ = session.work
         report_at = 0.0
         while True:
@@ -159,10 +164,21 @@ class Fetch:
                 wait = session.deadline - now
                 if self._progress is not None:
                     wait = min(wait, report_at - now)
+                if floor:
+                    wait = min(wait, self._meter.next_look - now)
                 if session.peers:
                     wait = min(wait, session.settings.stall_s)  # nobody tells that nothing is new
                 if wait > 0:
                     session.changed.wait(wait)
+                slow = self._meter.slow(time.monotonic(), floor) if floor else []
+            for address, rate in slow:
+                log.warning(
+                    "source %s sends %.1f MB/s of version %s, less than %.1f MB/s",
+                    address,
+                    rate / 1e6,
+                    self.version,
+                    floor / 1e6,
+                )
             if time.monotonic() >= report_at:
                 self._report()
                 report_at = time.monotonic() + PROGRESS_S
@@ -193,20 +209,16 @@ class Fetch:
                 there |= source.peer.have
         return bool(there.all())
 
-    def _report(self) -> None:
-        if self._progress is None:
+    def _report(self, *, whole: bool = False) -> None:
+        """Tell the caller how far it has come; the log, once it is done."""
+        if self._progress is None and not (whole and log.isEnabledFor(logging.INFO)):
             return
-        session = self._session
-        with session.changed:
-            assert session.manifest is not None
-            report = Progress(
-                version=self.version,
-                bytes_done=session.bytes_done,
-                bytes_total=session.manifest.size,
-                num_sources=sum(source.dead is None for source in session.sources),
-                elapsed_s=time.monotonic() - session.started,
-            )
-        self._progress(report)
+        with self._session.changed:
+            report = self._meter.report(time.monotonic(), whole=whole)
+        if whole:
+            log.info("%s", summary(report))
+        if self._progress is not None:
+            self._progress(report)
 
 
 def _new_ledger(manifest: Manifest, first: int) -> Ledger:

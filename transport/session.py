@@ -51,6 +51,8 @@ class Source:
     total_stalls: int = 0
     num_bad: int = 0
     audit_failures: int = 0
+    num_busy: int = 0
+    """Connections on which something is being received."""
     bytes_received: int = 0
     busy_s: float = 0.0
     resume_at: float = 0.0
@@ -85,6 +87,8 @@ class Settings:
     make_link: Callable[[str, Callable[[], None]], Link]
     streams: int
     stall_s: float
+    min_rate: float = 0.0
+    """A source that sends fewer bytes per second is warned of."""
     report_chunks: bool = False
     """Wake the calling thread for each chunk, because somebody wants to see the progress."""
     slow_s: float = 0.5
