@@ -85,7 +85,6 @@ class Receiver:
             self._due = self._due_at(now, extent.end - extent.start)
             session.flights.add(flight)
             source.num_busy += 1
-            source.num_busy += 1
         self._flight, self._rival = flight, False
         try:
             self._ask(link, extent.start, extent.end)
@@ -100,7 +99,6 @@ class Receiver:
             self._flight = None
             with session.changed:
                 session.flights.discard(flight)
-                source.num_busy -= 1
                 source.num_busy -= 1
                 flight.over = True
                 if not flight.beaten:
