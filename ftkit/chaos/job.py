@@ -205,6 +205,8 @@ class Job:
         """Tell a trainer to fail in a phase, and see that the phase comes."""
         self._num_orders += 1
         self.orders.give(name, order_for(fault, TABLE[fault.kind].phase, self._num_orders))
+        if fault.lasting:
+            self._later(fault.lasting, name, lambda: None)  # it ends by itself
         if fault.kind in ("kill-in-meeting", "kill-joiner"):
             self._victim(name).strike("kill")  # its successor reads the order
         elif fault.kind in TAKES_TWO:
