@@ -57,6 +57,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--etcd-servers", type=int, default=1, metavar="N", help="1 or 3 (default: 1)")
     add("--etcd-auth", action="store_true", help="etcd asks for a password, and forgets tokens after 2 s")
     add("--max-pause", type=float, default=30.0, metavar="S", help="longest pause allowed (default: 30)")
+    add("--patience", type=float, default=90.0, metavar="S", help="longest recovery allowed (default: 90)")
     add("--min-goodput", type=float, default=0.0, metavar="G", help="fail below this share (default: 0)")
     add("--out", type=Path, metavar="DIR", help="where the logs go (default: a temporary folder)")
     add("--plan", action="store_true", help="print the plan and exit")
@@ -123,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     bounds = Bounds(
         seconds=args.seconds if args.count is None else None,
         calm_s=args.calm or max(5.0, min(30.0, args.seconds / 5)),
+        patience_s=args.patience,
         max_pause_s=args.max_pause,
         min_goodput=args.min_goodput,
     )

@@ -15,10 +15,6 @@ from ftkit.chaos.log import read
 from ftkit.chaos.oracle import judge
 from ftkit.chaos.result import Result, Strike
 
-PATIENCE_S = 90.0
-"""How long the job may need until all groups train together; a restart imports torch on a busy machine."""
-ETCD_LOOK_S = 10.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
@@ -28,6 +24,8 @@ class Bounds:
     """In which faults strike; None: until all have."""
     calm_s: float
     """Fault-free time before, whose speed is the measure."""
+    patience_s: float
+    """How long the job may need until all groups train together; a restart imports torch on a busy machine."""
     max_pause_s: float
     min_goodput: float
 
@@ -37,16 +35,14 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
-def run_faults(
-    job: Job, faults: Sequence[Fault], begun: float, seconds: float | None
-) -> tuple[list[Strike], int]:
+def run_faults(job: Job, faults: Sequence[Fault], begun: float, bounds: Bounds) -> tuple[list[Strike], int]:
     """Carry the plan out, each fault at its time or as soon as it may; return what was done."""
     strikes: list[Strike] = []
     todo = list(faults)
     waiting_since: float | None = None
     while not job.trouble:
         now = job.look()
-        if now - begun >= seconds if seconds is not None else not todo:
+        if now - begun >= bounds.seconds if bounds.seconds is not None else not todo:
             break
         if todo and now - begun >= todo[0].at:
             waiting_since = waiting_since or now
@@ -56,8 +52,8 @@ def run_faults(
                 strikes.append(Strike(fault=fault, at=time.monotonic(), text=str(fault)))
                 job.strike(fault)
                 waiting_since = None
-            elif now - waiting_since > PATIENCE_S:
-                job.trouble = f"the job did not recover within {PATIENCE_S:g} s before {todo[0]}"
+            elif now - waiting_since > bounds.patience_s:
+                job.trouble = f"the job did not recover within {bounds.patience_s:g} s before {todo[0]}"
         time.sleep(LOOK_S)
     return strikes, len(todo)
 
@@ -71,7 +67,7 @@ def play(setup: Setup, bounds: Bounds, faults: Sequence[Fault], seed: int) -> Re
     try:
         job.start()
         say(f"{setup.groups} replica groups are starting; logs are in {setup.folder}")
-        if not job.wait_together(2 * PATIENCE_S):
+        if not job.wait_together(2 * bounds.patience_s):
             job.trouble = job.trouble or "the groups did not come together at the start"
         calm_from = time.monotonic()
         while not job.trouble and job.look() < calm_from + bounds.calm_s:
@@ -81,11 +77,11 @@ def play(setup: Setup, bounds: Bounds, faults: Sequence[Fault], seed: int) -> Re
         say(f"calm: {rate:.1f} steps/s; now up to {len(faults)} faults")
         if not job.trouble:
             etcd_bytes.append(job.etcd.db_bytes())
-            strikes, skipped = run_faults(job, faults, begun, bounds.seconds)
+            strikes, skipped = run_faults(job, faults, begun, bounds)
         until = time.monotonic()
         job.undo_all()
-        if not job.trouble and not job.wait_together(PATIENCE_S):
-            job.trouble = f"not all groups trained together within {PATIENCE_S:g} s after the last fault"
+        if not job.trouble and not job.wait_together(bounds.patience_s):
+            job.trouble = f"not all groups trained together within {bounds.patience_s:g} s after the end"
         etcd_bytes.append(job.etcd.db_bytes())
     finally:
         job.end()

@@ -21,7 +21,9 @@ KILLS = [kind for kind in ALL if kind.startswith("kill-") and kind != "kill-keep
 
 def run(folder: Path, *words: object) -> dict:
     """Run the script; return what it has told."""
-    done = chaos(*words, "--calm", 5, "--turmoil", 0, "--out", folder, "--json", timeout_s=LONG_S)
+    done = chaos(
+        *words, "--calm", 5, "--turmoil", 0, "--patience", 300, "--out", folder, "--json", timeout_s=LONG_S
+    )
     assert done.stdout, done.stderr[-3000:]
     told: dict = json.loads(done.stdout)
     return told
