@@ -25,7 +25,7 @@ class Bounds:
     calm_s: float
     """Fault-free time before, whose speed is the measure."""
     patience_s: float
-    """How long the job may need until all groups train together; a restart imports torch on a busy machine."""
+    """How long all groups may need until they train together; a restart imports torch on a busy machine."""
     max_pause_s: float
     min_goodput: float
 
