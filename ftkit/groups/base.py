@@ -164,10 +164,13 @@ class ProcessGroup(ABC):
         if session is None:
             return
         # Two threads may abort at once: both wait for the end, one puts the session away.
-        if not gently and not session.drain(_DRAIN_S):
+        drained = gently or session.drain(_DRAIN_S)
+        if not drained:
             log.error("operations of %s were still pending %.0f s after its abort", self, _DRAIN_S)
         with self._lock:
             if self._session is session:
+                if drained:
+                    session.hush()
                 self._session = None
                 self._leftovers.append(session)
 

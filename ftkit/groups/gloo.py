@@ -12,6 +12,7 @@ import logging
 import socket
 import struct
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -29,16 +30,25 @@ from ftkit.groups.sockets import Descriptor
 
 log = logging.getLogger(__name__)
 
+_TRIED_S = 0.002
+"""CPU time in which gloo's thread has looked at all of its connections, many times over."""
+
+_NAMED_S = 1.0
+
 _device_lock = threading.Lock()
 
 
 class _Device:
     """A gloo device, and where to find the sockets that it drives."""
 
-    def __init__(self, torch_device: Any, poller: int, listener: Descriptor | None) -> None:
+    def __init__(self, torch_device: Any, poller: int, listener: Descriptor | None, loop: int = 0) -> None:
+        """`loop` is the id of the thread that drives the sockets."""
         self.torch_device = torch_device
         self._poller = poller
         self._listener = listener
+        self._loop = loop
+        self._left: list[tuple[Descriptor, int]] = []
+        self._left_at_s = 0.0
 
     def connections(self) -> list[Descriptor]:
         """Return the connections to the peers that are open now."""
@@ -48,11 +58,26 @@ class _Device:
         return [d for d in found if d != self._listener and sockets.is_socket(d)]
 
     def cut(self) -> bool:
-        """Shut all connections down; say whether there were none left."""
+        """Shut all connections down; say whether all that were left are stuck.
+
+        When one operation has failed in the middle of another connection's message, gloo knows no more where
+        to put the rest: it never reads on there, nor sees the end, and tries again and again. What was
+        unread and still is, when gloo's thread has worked on since, nobody will ever read.
+        """
         found = self.connections()
         for descriptor in found:
             sockets.cut(descriptor)
-        return not found
+        left = [(descriptor, sockets.unread(descriptor)) for descriptor in found]
+        worked_s = sockets.ran_s(self._loop) if left else 0.0
+        if left != self._left:
+            self._left, self._left_at_s = left, worked_s
+        return not left or worked_s > self._left_at_s + _TRIED_S
+
+    def hush(self) -> None:
+        """Keep gloo's thread from trying again and again to read what is stuck; after `cut` only."""
+        for descriptor, _ in self._left:
+            if sockets.is_socket(descriptor):
+                sockets.hush(self._poller, descriptor)
 
     def fds(self) -> list[int]:
         """Return the descriptors that a forked child must let go of."""
@@ -89,20 +114,31 @@ def _make_device(hostname: str, interface: str) -> _Device:
     """
     for _ in range(10):
         with _device_lock:
-            before = sockets.socket_inodes() if sockets.supported() else set()
-            torch_device = _create(hostname, interface)
             if not sockets.supported():
-                return _Device(torch_device, -1, None)
+                return _Device(_create(hostname, interface), -1, None)
+            before, threads = sockets.socket_inodes(), sockets.threads()
+            torch_device = _create(hostname, interface)
             found = [
                 (poller, target)
                 for poller in sockets.pollers()
                 for target in sockets.targets(poller)
                 if target.inode not in before and sockets.is_listening(target)
             ]
-        if len(found) == 1:
+            loops = _wait_for_loops(threads)
+        if len(found) == len(loops) == 1:
             sockets.close_on_exec([found[0][1]])
-            return _Device(torch_device, *found[0])
+            return _Device(torch_device, *found[0], loops[0])
     raise GroupError("cannot tell gloo's sockets from those of other threads, which keep opening new ones")
+
+
+def _wait_for_loops(before: set[int]) -> list[int]:
+    """Return the threads of new gloo devices; they take a moment to say their name."""
+    until = time.monotonic() + _NAMED_S
+    while True:
+        found = [t for t in sockets.threads() - before if sockets.thread_name(t) == "gloo_tcp_loop"]
+        if found or time.monotonic() > until:
+            return found
+        time.sleep(0.0001)
 
 
 def _create(hostname: str, interface: str) -> Any:
@@ -149,6 +185,10 @@ class _GlooSession(Session):
         # An operation whose message is half received or half sent when its connection goes is not told by
         # gloo, and sleeps until its timeout. Other groups' threads count too: then this takes longer.
         return sockets.supported() and sockets.threads_sleep("pt_gloo_runloop")
+
+    def hush(self) -> None:
+        if self._device is not None:
+            self._device.hush()
 
     def free(self) -> None:
         # The device ends within 10 ms, and holds the GIL meanwhile unless the backend is the last to hold it.

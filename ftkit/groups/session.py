@@ -6,6 +6,7 @@ connections are cut is the subclass's affair. Knows nothing of how the peers met
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -33,6 +34,7 @@ class Session(ABC):
         self.error: str | None = None
         self.aborted: str | None = None
         self.released = False
+        self._draining = threading.Lock()
         self.pending: deque[Work] = deque()
         self._on_release: list[Callable[[], None]] = []
         self._group: dist.ProcessGroup | None = None
@@ -49,6 +51,10 @@ class Session(ABC):
     @abstractmethod
     def at_rest(self) -> bool:
         """Say whether the operations that have not ended only wait, and write nothing."""
+
+    def hush(self) -> None:
+        """Let what cannot be ended at least cost nothing; called once, when nothing can write any more."""
+        return
 
     @abstractmethod
     def hidden_fds(self) -> list[int]:
@@ -73,13 +79,19 @@ class Session(ABC):
 
     def prune(self) -> None:
         """Forget the collectives that have ended, and note if one has failed."""
-        pending = self.pending
-        with suppress(IndexError):  # another thread prunes as well
-            while pending and pending[0].is_completed():
-                try:
-                    pending.popleft().wait()
-                except RuntimeError as error:
-                    self.failed(str(error))
+        while self.pending:
+            try:
+                work = self.pending[0]
+                if not work.is_completed():
+                    return
+                # This very one: another thread may have taken it, and the next may be in flight.
+                self.pending.remove(work)
+            except (IndexError, ValueError):
+                continue
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self.failed(str(error))
 
     def ended(self, work: Work) -> None:
         """Count a collective as ended, whose future says so before the work itself does."""
@@ -112,6 +124,10 @@ class Session(ABC):
         Usually all operations have failed by then. One that its backend forgot to tell is left behind once
         it can do no harm; it ends at its own timeout, and nobody waits for it.
         """
+        with self._draining:  # two threads may abort at once
+            return self.released or self._drain(timeout_s)
+
+    def _drain(self, timeout_s: float) -> bool:
         start = time.monotonic()
         pause = 0.0001
         num_rests = 0

@@ -8,12 +8,16 @@ duplicated first, and the duplicate's inode decides. Knows nothing of ranks, epo
 
 from __future__ import annotations
 
+import array
 import ctypes
+import fcntl
 import logging
 import os
+import platform
 import select
 import socket
 import stat
+import termios
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,7 +27,9 @@ from typing import NamedTuple, Protocol
 log = logging.getLogger(__name__)
 
 _FD = "/proc/self/fd"
+_TASK = "/proc/self/task"
 _SOCKET = "socket:["
+_EPOLL_CTL_MOD = 3
 
 
 class Descriptor(NamedTuple):
@@ -152,18 +158,62 @@ def close_on_exec(descriptors: Iterable[Descriptor]) -> None:
                 os.set_inheritable(descriptor.fd, False)
 
 
+def unread(descriptor: Descriptor) -> int:
+    """Return how many bytes have been received that nobody has read; -1 when it is gone or not a socket."""
+    sock = borrow(descriptor)
+    if sock is None:
+        return -1
+    with sock:
+        size = array.array("i", [0])
+        fcntl.ioctl(sock, termios.FIONREAD, size)
+        return size[0]
+
+
+def threads() -> set[int]:
+    """Return the ids of this process's threads, those that Python does not know as well."""
+    return {int(name) for name in os.listdir(_TASK)}
+
+
+def thread_name(thread: int) -> str:
+    """Return a thread's name; empty when it has ended."""
+    return _read(f"{_TASK}/{thread}/comm").strip()
+
+
+def ran_s(thread: int) -> float:
+    """Return the seconds of CPU that a thread has used; 0 when it has ended."""
+    precise = _read(f"{_TASK}/{thread}/schedstat").split()
+    if precise:
+        return int(precise[0]) / 1e9
+    fields = _read(f"{_TASK}/{thread}/stat").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def hush(poller: int, descriptor: Descriptor) -> None:
+    """Let an epoll instance tell of this descriptor once more, and then never again unless told to.
+
+    What the instance keeps with the descriptor (its owner's pointer) stays as it is.
+    """
+    for line in _read(f"/proc/self/fdinfo/{poller}").splitlines():
+        words = line.split()
+        if line.startswith("tfd:") and int(words[1]) == descriptor.fd and "data:" in words:
+            event = _EpollEvent(select.EPOLLONESHOT, int(words[words.index("data:") + 1], 16))
+            ctypes.CDLL(None).epoll_ctl(poller, _EPOLL_CTL_MOD, descriptor.fd, ctypes.byref(event))
+
+
+class _EpollEvent(ctypes.Structure):
+    if platform.machine() in ("x86_64", "AMD64"):  # only there without a gap, for the sake of 32 bit programs
+        _pack_ = 1
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
 def threads_sleep(name: str) -> bool:
     """Say whether this process has threads of this name, and all of them sleep."""
     states = []
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{thread}/stat", "rb") as file:
-                head, _, tail = file.read().rpartition(b")")
-        except OSError:  # ended meanwhile
-            continue
-        if head.partition(b"(")[2] == name.encode():
+    for thread in threads():
+        head, _, tail = _read(f"{_TASK}/{thread}/stat").rpartition(")")
+        if head.partition("(")[2] == name:
             states.append(tail[1:2])
-    return bool(states) and all(state == b"S" for state in states)
+    return bool(states) and all(state == "S" for state in states)
 
 
 def leak(thing: object) -> None:
@@ -172,6 +222,14 @@ def leak(thing: object) -> None:
     In a forked child the destructors of torch's objects would wait for threads that do not exist there.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:  # ended meanwhile
+        return ""
 
 
 def _link(name: str) -> str:

@@ -6,9 +6,11 @@ thread as it does in life. Each answer carries the number of its command and the
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
+import random
 import select
 import signal
 import socket
@@ -17,11 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp, Work
 
+from ftkit.errors import GroupError
 from ftkit.groups.gloo import ProcessGroupGloo
 from ftkit.groups.store import RendezvousStore
 
@@ -144,6 +148,48 @@ class Member:
             over.set()
             thread.join()
         return len(lost)
+
+    def break_off(self, name: str, folder: str, num: int, rank: int, **where: Any) -> float:
+        """Form groups of which one member leaves in the middle; return the longest abort in seconds.
+
+        Whoever fails first leaves a file, and all abort when they see it, as a keeper would have them do.
+        """
+        longest = 0.0
+
+        def abort_when_told(sign: Path) -> None:
+            nonlocal longest
+            while not sign.exists():
+                time.sleep(0.001)
+            start = time.monotonic()
+            self.group(name).abort("a member is gone")
+            longest = max(longest, time.monotonic() - start)
+
+        for epoch in range(num):
+            dice = random.Random(epoch)
+            leaver, after, numel = (
+                dice.randrange(where["size"]),
+                dice.randrange(1, 8),
+                dice.choice([36, 5000, 200000]),
+            )
+            self.configure(name, prefix=f"{folder}/{epoch}", rank=rank, **where)
+            group, sign = self.group(name), Path(folder, str(epoch))
+            reader = threading.Thread(target=abort_when_told, args=(sign,))
+            reader.start()
+            for step in itertools.count():
+                works = [group.allreduce(torch.ones(numel)) for _ in range(1 + epoch % 3)]
+                if rank == leaver and step == after:
+                    break
+                try:
+                    for work in works:
+                        work.wait()
+                except GroupError:
+                    break
+            sign.touch()
+            start = time.monotonic()
+            group.abort("broke off")
+            longest = max(longest, time.monotonic() - start)
+            reader.join()
+        return longest
 
     def usage(self) -> dict[str, int]:
         with open("/proc/self/statm") as file:

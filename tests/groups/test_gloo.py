@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import Work
 
 from ftkit.errors import ConfigError, GroupError
 from ftkit.groups.gloo import ProcessGroupGloo
@@ -186,6 +188,45 @@ def test_abort_ends_a_half_received_message(peers: Peers, store: RendezvousStore
         assert wait(PROMPT_S).error == "Aborted"
     finally:
         members[1].kill()
+
+
+def test_abort_ends_though_gloo_cannot_read_on(peers: Peers, store: RendezvousStore, tmp_path: Path) -> None:
+    """One that fails in the middle of a neighbour's message leaves a connection that never closes."""
+    members = peers(5)
+    where = {"store": store.address, "size": len(members), "folder": str(tmp_path), "num": 40}
+    answers = [peer.tell("break_off", name="data", rank=rank, **where) for rank, peer in enumerate(members)]
+    for answer in answers:
+        said = answer(90)
+        assert said.error == "", said.message
+        assert said.value < PROMPT_S
+
+
+def test_a_race_with_what_ended_meanwhile_waits_for_nothing() -> None:
+    """Who forgets the collectives that have ended must not wait for the next one, which is in flight."""
+
+    class Ended(Work):
+        def is_completed(self) -> bool:
+            session.ended(self)  # as gloo's thread does, in this very moment
+            return True
+
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            return True
+
+    class InFlight(Work):
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            raise AssertionError("waited for a collective in flight")
+
+    with ProcessGroupGloo() as group, RendezvousStore() as store:
+        group.configure(store.address, "alone", 0, 1, timeout_s=10)
+        session = group._current()
+        in_flight = InFlight()
+        session.pending.extend([Ended(), in_flight])
+        session.prune()
+        assert list(session.pending) == [in_flight]
+        session.pending.clear()
 
 
 def test_a_planned_change_fails_nobodys_last_collective(peers: Peers, store: RendezvousStore) -> None:
