@@ -6,6 +6,7 @@ It reads /proc and judges nothing but growth; a process that is gone has no read
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -70,6 +71,25 @@ class Gauges:
         return found
 
 
+MOST = {"descriptors": 20, "threads": 10, "rss_kib": 64 * 1024}
+"""How much a process may grow after its start; what is open for a recovery at the last reading counts too."""
+MOST_ETCD_BYTES = 8_000_000
+"""How much etcd's database may grow: epochs, statistics and their history until it is compacted."""
+
+
+def leaks(growth: Sequence[Growth], etcd_bytes: Sequence[int]) -> list[str]:
+    """Say what did not stay flat: a process, or etcd's database, whose sizes come in order of time."""
+    found = [
+        f"{g.name} (pid {g.pid}) has grown by {getattr(g, what)} {what} in {g.seconds:.0f} s"
+        for g in growth
+        for what, most in MOST.items()
+        if getattr(g, what) > most
+    ]
+    if etcd_bytes and etcd_bytes[-1] - etcd_bytes[0] > MOST_ETCD_BYTES:
+        found.append(f"etcd's database has grown from {etcd_bytes[0]} to {etcd_bytes[-1]} bytes")
+    return found
+
+
 def read(pid: int, now: float) -> Reading | None:
     """Look at a process; None when it is gone or not ours."""
     folder = Path(f"/proc/{pid}")
@@ -81,12 +101,3 @@ def read(pid: int, now: float) -> Reading | None:
             rss_kib=int((folder / "statm").read_text().split()[1]) * _PAGE_KIB,
         )
     return None
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return how much lies in a folder; files that vanish meanwhile count nothing."""
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_blocks * 512
-    return total

@@ -38,6 +38,8 @@ class Result(msgspec.Struct, kw_only=True):
     growth: list[Growth]
     etcd_bytes: list[int]
     """Size of etcd's database before the first fault and after the last."""
+    leaks: list[str] = []
+    """What did not stay flat."""
     verdict: Verdict
     folder: str
 
@@ -54,6 +56,7 @@ def report(result: Result) -> str:
         )
     sizes = " and then ".join(f"{size // 1024} KiB" for size in result.etcd_bytes)
     lines.append(f"etcd's database: {sizes}")
+    lines += [f"  FAILED  {leak}" for leak in result.leaks]
     if result.num_skipped:
         lines.append(f"{result.num_skipped} faults of the plan were not reached in time")
     pace = (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ftkit.chaos.checks import pauses
 from ftkit.chaos.cost import longest_pauses
 from ftkit.chaos.faults import Fault
+from ftkit.chaos.gauges import leaks
 from ftkit.chaos.job import LOOK_S, Job, Setup
 from ftkit.chaos.log import read
 from ftkit.chaos.oracle import judge
@@ -90,11 +91,13 @@ def play(setup: Setup, bounds: Bounds, faults: Sequence[Fault], seed: int) -> Re
     times = [(x.at, "" if x.fault.victim < 0 else job.names[x.fault.victim]) for x in strikes]
     for strike, longest in zip(strikes, longest_pauses(pauses(log), times), strict=True):
         strike.longest_pause_s = round(longest, 3)
+    growth = job.gauges.growth()
+    leaking = leaks(growth, etcd_bytes)
     steps = count_steps(job, begun, until)
     expected = rate * (until - begun)
     goodput = round(steps / expected, 4) if expected else 0.0
     return Result(
-        ok=verdict.ok and not job.trouble and goodput >= bounds.min_goodput,
+        ok=verdict.ok and not job.trouble and not leaking and goodput >= bounds.min_goodput,
         seed=seed,
         trouble=job.trouble,
         goodput=goodput,
@@ -105,8 +108,9 @@ def play(setup: Setup, bounds: Bounds, faults: Sequence[Fault], seed: int) -> Re
         begun=begun,
         strikes=strikes,
         commits=[round(s.monotonic - begun, 2) for s in job.story.lineage() if begun <= s.monotonic < until],
-        growth=job.gauges.growth(),
+        growth=growth,
         etcd_bytes=etcd_bytes,
+        leaks=leaking,
         verdict=verdict,
         folder=str(setup.folder),
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
+
+import msgspec
 
 from ftkit.chaos.checks import Pause
 from ftkit.chaos.cost import longest_pauses
-from ftkit.chaos.gauges import Gauges, folder_bytes, read
+from ftkit.chaos.gauges import Gauges, Growth, leaks, read
 
 
 def pause(replica: str, since: float, until: float) -> Pause:
@@ -51,10 +52,16 @@ def test_a_leak_of_descriptors_and_threads_is_seen() -> None:
     assert growth.descriptors == 2
     assert growth.threads == 1
     assert gauges.growth(at_least_s=200.0) == []
+    assert leaks([growth], [1000, 2000]) == []
 
 
-def test_what_is_gone_has_no_reading(tmp_path: Path) -> None:
+def test_what_does_not_stay_flat_is_named() -> None:
+    small = Growth(name="trainer-0", pid=7, seconds=60.0, descriptors=2, threads=1, rss_kib=500)
+    assert leaks([small], []) == []
+    [fds] = leaks([small, msgspec.structs.replace(small, descriptors=21)], [0, 8_000_000])
+    assert fds == "trainer-0 (pid 7) has grown by 21 descriptors in 60 s"
+    assert len(leaks([msgspec.structs.replace(small, threads=11, rss_kib=10**6)], [0, 9_000_000])) == 3
+
+
+def test_what_is_gone_has_no_reading() -> None:
     assert read(2**22 + 1, 0.0) is None
-    assert folder_bytes(tmp_path / "nowhere") == 0
-    (tmp_path / "x").write_bytes(b"x" * 10_000)
-    assert folder_bytes(tmp_path) >= 8192
