@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transport.api import Progress, SourceProgress, Transport
+    from transport.connection import Limits
     from transport.encoded import Encoded, decode, encode
     from transport.errors import (
         ChecksumError,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     )
     from transport.http import HTTPTransport
     from transport.pg import DistributedTransport
-    from transport.server import Limits
 
 __all__ = [
     "ChecksumError",
@@ -56,7 +56,7 @@ _HOMES = {
     "DistributedTransport": "pg",
     "Encoded": "encoded",
     "HTTPTransport": "http",
-    "Limits": "server",
+    "Limits": "connection",
     "Progress": "api",
     "SourceProgress": "api",
     "Transport": "api",

@@ -14,14 +14,16 @@ from pathlib import Path
 from types import TracebackType
 
 from transport.api import Progress
+from transport.connection import Limits
 from transport.encoded import Encoded, encode
 from transport.errors import TransportAborted, TransportError
 from transport.fetch import Ahead, Fetch
 from transport.files import open_file
 from transport.link import Link
 from transport.manifest import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
+from transport.near import NearLink, name_of
 from transport.publication import Board, Publication, Sender
-from transport.server import Limits, Server
+from transport.server import Server
 from transport.session import Settings
 from transport.share import Share
 from transport.slots import Slots
@@ -45,6 +47,8 @@ class HTTPTransport:
     min_rate: bytes per second; of a source that sends fewer, the log warns. 0 for never.
     linger_s: how long after `withdraw` the rest of the state goes on being served, from a copy, to those who
         are fetching it; 0 for not at all, and no copy.
+    same_host: hand memory over to, and take it from, processes of this user on this machine, instead of
+        sending its bytes through the network stack; see `near.py`. Not with TLS.
     drain_s: without `linger_s`, how long `withdraw` lets answers in flight go on before it cuts them off.
     server_ssl, client_ssl: contexts for TLS; with `server_ssl` the address begins with `https`.
     """
@@ -62,6 +66,7 @@ class HTTPTransport:
         min_rate: float = 0.0,
         linger_s: float = 30.0,
         drain_s: float = 0.5,
+        same_host: bool = True,
         server_ssl: ssl.SSLContext | None = None,
         client_ssl: ssl.SSLContext | None = None,
         limits: Limits | None = None,
@@ -80,6 +85,7 @@ class HTTPTransport:
         self._chunk_bytes, self._drain_s, self._linger_s = chunk_bytes, drain_s, linger_s
         self._streams, self._stall_s, self._client_ssl = streams, stall_s, client_ssl
         self._min_rate = min_rate
+        self._same_host = same_host
         self._board = Board()
         self._slots = Slots()
         self.sender: Sender | None = None
@@ -87,6 +93,7 @@ class HTTPTransport:
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
+        self._server_ssl = server_ssl
         self._server = Server(
             self._board, self._token, bind=bind, port=port, limits=limits or Limits(), tls=server_ssl
         )
@@ -124,6 +131,7 @@ class HTTPTransport:
         if snapshot:
             slot = self._slots.take(encoded.size)
             slot.write(0, encoded.views(0, encoded.size))
+        self._meet_neighbours()
         self._board.put(Publication(encoded, self.sender, slot))
 
     def withdraw(self) -> None:
@@ -142,6 +150,8 @@ class HTTPTransport:
 
     def _share(self, share: Share | None) -> None:
         """Serve what a fetch has verified, instead of what the one before has."""
+        if share is not None:
+            self._meet_neighbours()
         before = self._board.shares.put(share)
         if before is not None:
             before.withdraw(self._drain_s)
@@ -250,9 +260,15 @@ class HTTPTransport:
         self.close()
 
     def _make_link(self, fetch: str, address: str, check: Callable[[], None]) -> Link:
-        return Link(
+        kind = NearLink if self._same_host else Link
+        return kind(
             address, self._token(), tls=self._client_ssl, stall_s=self._stall_s, check=check, fetch=fetch
         )
+
+    def _meet_neighbours(self) -> None:
+        """Be found by processes on this machine, under a name that follows from the token as it is now."""
+        if self._same_host and self._server_ssl is None and (token := self._token()):
+            self._server.listen_near(name_of(token, self._address))
 
     def _check_open(self) -> None:
         if self._closed:

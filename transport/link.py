@@ -204,7 +204,7 @@ class Link:
         assert sock is not None
         while True:
             try:
-                n = wire.recv_views(sock, views) if whole else sock.recv_into(views[0])
+                n = self._receive(sock, views, whole=whole)
             except wire.TIMED_OUT:
                 self._check()
                 if time.monotonic() >= deadline:
@@ -217,6 +217,9 @@ class Link:
                 self._check()
                 raise Lost("it closed the connection in the middle of an answer")
             return n
+
+    def _receive(self, sock: socket.socket, views: Sequence[memoryview], *, whole: bool) -> int:
+        return wire.recv_views(sock, views) if whole else sock.recv_into(views[0])
 
     def cut(self) -> None:
         """Wake up the thread that uses this link; it will see an error."""

@@ -23,7 +23,8 @@ def make_transport() -> Iterator[Callable[..., HTTPTransport]]:
     made: list[HTTPTransport] = []
 
     def make(**settings: Any) -> HTTPTransport:
-        transport = HTTPTransport(**{"token": "secret", **settings})
+        # By the network stack, as between machines, unless a test wants it otherwise.
+        transport = HTTPTransport(**{"token": "secret", "same_host": False, **settings})
         made.append(transport)
         return transport
 
