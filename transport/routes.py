@@ -7,6 +7,7 @@ bytes. All routes are under `/v1/<version>/`, the version percent-encoded:
     hashes?first=a&last=b    checksums of chunks a up to b, 16 bytes each
     state.safetensors        the whole state as a file
     data                     its data section alone: the same bytes at the same offsets at all sources
+    rows?at=...              boxes of its tensors, see `rows.py`; `&digest=1`: the checksum of what these hold
     send?...                 have its bytes sent over a process group, see `pg.py`
     have?known=n             which chunks a joiner has verified, one bit each, once they are more than n
     part                     the data section of a joiner; ask only for bytes of chunks that it has
@@ -26,6 +27,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import xxhash
 
+from transport import rows
 from transport.publication import Board, Publication
 from transport.readers import Content
 from transport.share import Share
@@ -190,6 +192,27 @@ def _data(request: Request, publication: Publication, reader: HostReader) -> Res
     return _ranged(request, publication, encoded.manifest.etag, encoded.size, publication.version)
 
 
+def _rows(request: Request, publication: Publication, reader: HostReader) -> Response:
+    manifest = publication.encoded.manifest
+    if not _lists(request.headers.get("if-match", "*"), manifest.etag):
+        response = error(412, "the content differs from the one expected", latest=publication.version)
+        response.headers["ETag"] = f'"{manifest.etag}"'
+        return response
+    try:
+        items = rows.parse(request.query.get("at", ""), manifest.size)
+    except ValueError as why:
+        return error(400, str(why))
+    if not all(publication.has(item.offset, item.end) for item in items):
+        return error(404, "some of these bytes are served no more", latest=None)
+    with publication.reading(lambda: None) as views:
+        raw = rows.gather(items, views, reader)
+    digest = xxhash.xxh3_128_digest(raw)
+    headers = {"Content-Type": "application/octet-stream", CHECKSUM: digest.hex()}
+    if request.query.get("digest") == "1":
+        return Response(200, {**headers, CHECKSUM: xxhash.xxh3_128_hexdigest(digest)}, digest)
+    return Response(200, headers, raw)
+
+
 def _file(request: Request, publication: Publication, reader: HostReader) -> Response:
     encoded = publication.encoded
     size = encoded.size
@@ -223,6 +246,7 @@ _ROUTES: Final[dict[str, Callable[[Request, Publication, HostReader], Response]]
     "manifest": _manifest,
     "hashes": _hashes,
     "data": _data,
+    "rows": _rows,
     "send": _send,
     "state.safetensors": _file,
 }
