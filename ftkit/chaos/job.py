@@ -35,6 +35,8 @@ JOB = "chaos"
 LOOK_S = 0.02
 END_S = 40.0
 GAUGE_EVERY_S = 5.0
+ORDER_S = 0.2
+"""An order that was taken strikes within this time; a commit in between says nothing of the time after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class Job:
         self._launches: dict[str, Launch] = {}
         self._num_launched = self._num_orders = 0
         self._struck: dict[str, float] = {}
+        self._ordered: set[str] = set()
         self._undo: list[tuple[float, str, Callable[[], object]]] = []
         self._ending = False
         self._next_reading = 0.0
@@ -142,8 +145,16 @@ class Job:
 
     def together(self) -> bool:
         """Say whether all groups commit in one epoch, each after what was last done to it."""
-        busy = self._undo or self.orders.waiting()
+        busy = self._undo or self.waiting()
         return not busy and self.story.together(self.names) and self.fit() == set(self.names)
+
+    def waiting(self) -> set[str]:
+        """Return the groups whose order still waits; those that have taken theirs are struck from now on."""
+        waiting = self.orders.waiting()
+        for name in self._ordered - waiting:
+            self._struck[name] = time.monotonic() + ORDER_S
+        self._ordered = waiting
+        return waiting
 
     def fit(self) -> set[str]:
         """Return the groups that have committed of late, and after what was done to them."""
@@ -169,15 +180,15 @@ class Job:
         """Say whether the fault may strike now: never the last one that has the state."""
         if fault.calm:
             return self.together()
-        target = "etcd" if fault.victim < 0 else self.names[fault.victim]
-        if any(name == target for _, name, _ in self._undo) or target in self.orders.waiting():
+        target, waiting = "etcd" if fault.victim < 0 else self.names[fault.victim], self.waiting()
+        if any(name == target for _, name, _ in self._undo) or target in waiting:
             return False
         if fault.victim < 0:
             return True
         newest = self.story.newest()
         if newest is None or self.story.pid(target) is None:
             return False
-        keepers = (self.fit() & set(newest.members)) - {target} - self.orders.waiting()
+        keepers = (self.fit() & set(newest.members)) - {target} - waiting
         return not TABLE[fault.kind].takes_out or len(keepers) >= max(1, self.setup.min_replicas)
 
     def strike(self, fault: Fault) -> None:
@@ -205,6 +216,7 @@ class Job:
         """Tell a trainer to fail in a phase, and see that the phase comes."""
         self._num_orders += 1
         self.orders.give(name, order_for(fault, TABLE[fault.kind].phase, self._num_orders))
+        self._ordered.add(name)
         if fault.lasting:
             self._later(fault.lasting, name, lambda: None)  # it ends by itself
         if fault.kind in ("kill-in-meeting", "kill-joiner"):
