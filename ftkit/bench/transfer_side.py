@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -142,21 +142,31 @@ class Memcpy:
 class Http:
     """Our transport over HTTP: in place, every chunk verified."""
 
-    def __init__(self) -> None:
-        self._transport = HTTPTransport(token="bench")
+    _transports: ClassVar[dict[bool, HTTPTransport]] = {}
+
+    def __init__(self, *, same_host: bool = False, snapshot: bool = False) -> None:
+        """`same_host` takes over memory, not bytes; a `snapshot` is copied first, and sent from there."""
+        self._same_host, self._snapshot = same_host, snapshot
+
+    @classmethod
+    def _shared(cls, same_host: bool) -> HTTPTransport:
+        """Return the one of a kind, so that all snapshots are made in the same memory."""
+        if same_host not in cls._transports:
+            cls._transports[same_host] = HTTPTransport(token="bench", same_host=same_host)
+        return cls._transports[same_host]
 
     def open(self, state: State, version: str) -> str:
-        """Publish."""
-        self._transport.publish(version, state)
-        return self._transport.address
+        """Publish; what way the bytes take is for the receiver to choose."""
+        self._shared(True).publish(version, state, snapshot=self._snapshot)
+        return self._shared(True).address
 
     def receive(self, address: str, state: State, version: str) -> None:
         """Fetch."""
-        self._transport.fetch([address], version, state, deadline_s=LIMIT_S)
+        self._shared(self._same_host).fetch([address], version, state, deadline_s=LIMIT_S)
 
     def close(self) -> None:
         """Withdraw."""
-        self._transport.withdraw()
+        self._shared(True).withdraw()
 
 
 class Gloo:
@@ -232,6 +242,9 @@ METHODS: Final[dict[str, Callable[[], Method]]] = {
     "raw2": lambda: Raw(2),
     "memcpy": Memcpy,
     "http": Http,
+    "http_snapshot": lambda: Http(snapshot=True),
+    "same_host": lambda: Http(same_host=True),
+    "same_host_snapshot": lambda: Http(same_host=True, snapshot=True),
     "gloo": Gloo,
     "torchft_http": lambda: Torchft(0),
     "torchft_http_4_chunks": lambda: Torchft(4),
@@ -296,7 +309,8 @@ def main() -> None:
             elif what == "open":
                 method = methods.get(name) or methods.setdefault(name, METHODS[name]())
                 meter = Meter()
-                answer["address"] = method.open(state, version)
+                address = method.open(state, version)
+                answer = {**meter.read(), "address": address}
             elif what == "receive":
                 method = methods.get(name) or methods.setdefault(name, METHODS[name]())
                 for tensor in state.values():

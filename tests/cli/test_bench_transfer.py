@@ -15,11 +15,12 @@ def test_each_method_has_its_figures(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "transfer", "--json", "--sizes", "8", "--reps", "1"]) == 0
     told = json.loads(capsys.readouterr().out)
     found = {row["method"]: row for row in told["results"]}
-    assert set(found) >= {"raw1", "raw2", "memcpy", "http", "gloo"}
+    assert set(found) >= {*transfer.OURS}
     for row in told["results"]:
         assert row["size_mib"] == 8
         assert row["gb_s"] > 0
         assert row["ratio_to_raw1"] > 0
+        assert row["gb_s_min"] <= row["gb_s"] <= row["gb_s_max"]
         assert {"extra_memory_source", "extra_memory_receiver", "source_cpu_ratio"} <= set(row)
     assert found["raw1"]["ratio_to_raw1"] == 1.0
 
