@@ -178,17 +178,27 @@ class Manager:
             self.start_step()
         return self._step.reduce(tensor, average=average)
 
+    def num_contributors(self) -> int:
+        """Return by how much gradients are to be divided; 1 when the replicas have weights in this step."""
+        return self._step.num_contributors()
+
     def reduce_bucket(
-        self, buffer: torch.Tensor, restore: Callable[[], None] | None, last: bool
+        self,
+        buffer: torch.Tensor,
+        restore: Callable[[], None] | None,
+        last: bool,
+        *,
+        divided_by: int = 1,
     ) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket of a backward pass; the futures of all its buckets complete together.
 
         `restore` puts this replica's own gradients back into the buffer: with it, a step whose peer dies
-        before that moment is reduced again among the survivors instead of being repeated.
+        before that moment is reduced again among the survivors instead of being repeated. `divided_by` is
+        what the buffer has been divided by already (`num_contributors()` of a moment ago, say).
         """
         if not self._step.started:
             self.start_step()
-        call = self._step.reduce(buffer, restore=restore, held=True, last=last)
+        call = self._step.reduce(buffer, restore=restore, held=True, last=last, divided_by=divided_by)
         return call.get_future()
 
     def set_weight(self, w: float) -> None:

@@ -8,7 +8,7 @@ epochs: who the contributors are is the manager's affair.
 # Without `from __future__ import annotations`: torch compares the hook's annotations with the types.
 import inspect
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -52,8 +52,23 @@ class _Done(dist.Work):
         return future
 
 
+class _Underway(dist.Work):
+    """A bucket in flight."""
+
+    def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: object = None) -> bool:
+        self._future.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
 class _Reduction:
-    """How one module's buckets are averaged; shared by the hook and the group.
+    """How one module's buckets are averaged.
 
     The reducer begins with one bucket per dtype and cuts new ones after the first backward, in the order in
     which gradients came. A replica that joins would be one backward behind its peers and its collectives
@@ -67,66 +82,95 @@ class _Reduction:
         parameters: Sequence[torch.nn.Parameter],
         *,
         cap: int,
-        pinned: bool,
         restorable: bool,
+        may_divide: bool,
     ) -> None:
+        """`may_divide`: the reducer divides gradients itself, while it copies them into a bucket."""
         self.manager = manager
-        self.pinned = pinned
-        """Whether the reducer's buckets are those that are sent."""
         self.restorable = restorable
         """Whether `Parameter.grad` keeps this replica's own gradient until the averages are handed out."""
+        self._may_divide = may_divide
+        self._in_use = False
         self._cap = cap
-        self._index = {id(p): i for i, p in enumerate(parameters)}
-        self._whole: list[tuple[GradBucket, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-        self._slots: dict[int, tuple[int, int, int]] = {}
+        self._parameters = parameters
+        self._whole: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self._kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, parameter in enumerate(parameters):
+            self._kinds.setdefault((parameter.dtype, parameter.device), []).append(i)
         self.buckets: list[list[int]] = []
+        self._num_sent = 0
         self._pins = 0
+        self._divisor = 1
 
-    def cut(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Take a bucket of the first backward; with the last of them average all, in pieces."""
-        buffer = bucket.buffer()
-        offset = 0
-        for parameter in bucket.parameters():
-            index = self._index.get(id(parameter))
-            if index is None:
-                raise FtkitError(
-                    "torch's reducer averages a parameter that the module did not have when wrapped"
-                )
-            self._slots[index] = (len(self._whole), offset, parameter.numel())
-            offset += parameter.numel()
-        if offset != buffer.numel():
-            raise FtkitError(
-                f"a bucket of {buffer.numel()} elements holds gradients of {offset}: unknown layout"
-            )
+    def begin(self) -> None:
+        """A forward pass has begun: a backward that broke off in the middle is forgotten."""
+        self._in_use = True
+        self._whole, self._num_sent = [], 0
+
+    def divisor(self) -> int:
+        """Tell the reducer by how much to divide the gradients of this backward pass."""
+        self._divisor = self.manager.num_contributors() if self._in_use and self._may_divide else 1
+        return self._divisor
+
+    def average(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Average the reducer's next bucket."""
+        if self._pins >= 2:
+            members = self.buckets[self._num_sent]
+            self._num_sent += 1
+            return self._send(buffer, members)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._whole.append((bucket, buffer, future))
-        if bucket.is_last():
+        self._whole.append((buffer, future))
+        if len(self._whole) == len(self._kinds):
             self._send_pieces()
         return future
 
+    def _send(self, buffer: torch.Tensor, members: list[int]) -> torch.futures.Future[torch.Tensor]:
+        restore = partial(self._restore, buffer, members) if self.restorable else None
+        last = members is self.buckets[-1]
+        return self.manager.reduce_bucket(buffer, restore, last, divided_by=self._divisor)
+
+    def _restore(self, buffer: torch.Tensor, members: list[int]) -> None:
+        """Put this replica's own gradients back into a bucket, laid out as the reducer does."""
+        offset = 0
+        with torch.no_grad():
+            for parameter in (self._parameters[i] for i in members):
+                flat = buffer[offset : offset + parameter.numel()]
+                offset += parameter.numel()
+                if parameter.grad is None:
+                    flat.zero_()
+                elif torch.ops.aten.is_non_overlapping_and_dense(parameter):
+                    flat.as_strided(parameter.size(), parameter.stride()).copy_(parameter.grad)
+                else:
+                    flat.view(parameter.size()).copy_(parameter.grad)
+
     def _send_pieces(self) -> None:
         whole, self._whole = self._whole, []
-        slots = [self._slots[i] for i in range(len(self._index))]
+        slots: dict[int, tuple[int, int, int]] = {}
+        # The reducer takes the kinds in the opposite order of their first parameters.
+        for at, indices in enumerate(reversed(self._kinds.values())):
+            offset = 0
+            for i in indices:
+                slots[i] = (at, offset, self._parameters[i].numel())
+                offset += self._parameters[i].numel()
+            if offset != whole[at][0].numel():
+                raise FtkitError(
+                    f"torch {torch.__version__} lays gradients out in a way that is not known here; pass "
+                    "find_unused_parameters=True, which does not depend on it"
+                )
         self.buckets = plan_buckets(
-            [numel * whole[at][1].element_size() for at, _, numel in slots],
-            [at for at, _, _ in slots],
+            [p.numel() * p.element_size() for p in self._parameters],
+            [slots[i][0] for i in range(len(slots))],
             cap=self._cap,
         )
         futures = []
         for members in self.buckets:
             at, begin, _ = slots[members[0]]
             _, last, numel = slots[members[-1]]
-            bucket, buffer, _ = whole[at]
-            restore = partial(_restore, bucket, frozenset(members), self._index) if self.restorable else None
-            futures.append(
-                self.manager.reduce_bucket(
-                    buffer[begin : last + numel], restore, last=members is self.buckets[-1]
-                )
-            )
+            futures.append(self._send(whole[at][0][begin : last + numel], members))
         # Waiting costs nothing here: all of the backward is behind us.
         for reduced in futures:
             reduced.wait()
-        for _, buffer, future in whole:
+        for buffer, future in whole:
             future.set_result(buffer)
 
     def pin(self, tensor: torch.Tensor) -> None:
@@ -144,14 +188,13 @@ class _Reduction:
             )
         tensor.copy_(torch.tensor(words, dtype=tensor.dtype))
         self._pins += 1
-        self.pinned = self._pins >= 2
 
 
 class _OneRank(dist.ProcessGroup):
     """The process group that the reducer is given: one rank, and nothing is sent.
 
-    With one exception: the map of used parameters (`shared`) concerns all replicas. A parameter that one
-    of them has used gets its average on all of them.
+    What it asks to reduce are its buckets, and the map of used parameters. That map concerns all replicas
+    when they may differ in it (`shared`): a parameter that one of them has used gets its average on all.
     """
 
     def __init__(self, reduction: _Reduction, *, shared: bool) -> None:
@@ -162,9 +205,14 @@ class _OneRank(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return "ftkit"
 
+    def getSize(self) -> int:  # noqa: N802  # torch's name
+        return self._reduction.divisor()
+
     def allreduce(  # type: ignore[override]  # only the reducer's form
         self, tensors: list[torch.Tensor], opts: object = None
     ) -> dist.Work:
+        if tensors[0].is_floating_point() or tensors[0].is_complex():
+            return _Underway(self._reduction.average(tensors[0]))
         if not self._shared:
             return _Done(tensors)
         return _Done(tensors, [self._reduction.manager.allreduce(t, average=False) for t in tensors])
@@ -177,26 +225,51 @@ class _OneRank(dist.ProcessGroup):
         return _Done(tensors)
 
 
-def _restore(
-    bucket: GradBucket, only: frozenset[int] | None = None, index: dict[int, int] | None = None
-) -> None:
-    """Put this replica's own gradients back into a bucket; `only` those of some parameters, by `index`."""
+@lru_cache(maxsize=1)
+def _divides_while_copying() -> bool:
+    """Say whether this torch's reducer asks its group for the divisor in each backward."""
+
+    class Two(dist.ProcessGroup):
+        def getBackendName(self) -> str:  # noqa: N802  # torch's name
+            return "ftkit"
+
+        def getSize(self) -> int:  # noqa: N802  # torch's name
+            return 2
+
+        def allreduce(  # type: ignore[override]  # only the reducer's form
+            self, tensors: list[torch.Tensor], opts: object = None
+        ) -> dist.Work:
+            return _Done(tensors)
+
+    with torch.inference_mode(False), torch.enable_grad():
+        alone = torch.nn.PReLU(device="cpu")  # needs no random numbers
+        group = Two(0, 1)  # type: ignore[call-arg]  # the stub lacks this form
+        probe = torch.nn.parallel.DistributedDataParallel(alone, process_group=group, **_quiet())
+        probe(torch.tensor([-1.0])).sum().backward()
+    return alone.weight.grad is not None and alone.weight.grad.item() == -0.5
+
+
+def _quiet() -> dict[str, Any]:
+    """Return what keeps torch's DDP from sending anything but gradients."""
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+    quiet = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {quiet: False, "init_sync": False}
+
+
+def _average(state: _Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average one bucket, whose parameters only torch knows (the communication hook)."""
+    restore = partial(_restore, bucket) if state.restorable else None
+    return state.manager.reduce_bucket(bucket.buffer(), restore, bucket.is_last())
+
+
+def _restore(bucket: GradBucket) -> None:
+    """Put this replica's own gradients back into a bucket."""
     with torch.no_grad():
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if only is not None and index is not None and index[id(parameter)] not in only:
-                continue
             if parameter.grad is None:
                 view.zero_()
             else:
                 view.copy_(parameter.grad)
-
-
-def _average(state: _Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average one bucket in the background (the communication hook)."""
-    if state.pinned:
-        restore = partial(_restore, bucket) if state.restorable else None
-        return state.manager.reduce_bucket(bucket.buffer(), restore, bucket.is_last())
-    return state.cut(bucket)
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -238,19 +311,20 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             manager,
             parameters,
             cap=BUCKET_BYTES if cap is None else int(cap * 2**20),
-            pinned=shared,  # the reducer never cuts anew when parameters may go unused
             restorable=not ddp_kwargs.get("gradient_as_bucket_view"),
+            may_divide=not shared and _divides_while_copying(),
         )
-        known = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
-        quiet = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        ddp_kwargs |= {quiet: False, "init_sync": False}
-        super().__init__(module, process_group=_OneRank(reduction, shared=shared), **ddp_kwargs)
+        group = _OneRank(reduction, shared=shared)
+        super().__init__(module, process_group=group, **(ddp_kwargs | _quiet()))
         self._manager = manager
-        self.register_comm_hook(reduction, _average)
+        self._reduction = reduction
+        if shared:  # the reducer never cuts anew when parameters may go unused, and only it knows its cut
+            self.register_comm_hook(reduction, _average)
         manager.declare_model(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Start the step if that has not been done, and run the module."""
         if self.training and torch.is_grad_enabled():
             self._manager.start_step()
+            self._reduction.begin()
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]

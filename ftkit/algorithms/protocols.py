@@ -52,13 +52,22 @@ class GradientManager(Protocol):
     def allreduce(self, tensor: torch.Tensor, *, average: bool = True) -> PendingWork:
         """Sum (or average) the tensor over the replicas, in place and asynchronously."""
 
+    def num_contributors(self) -> int:
+        """Return by how much gradients are to be divided; 1 when the replicas have weights in this step."""
+
     def reduce_bucket(
-        self, buffer: torch.Tensor, restore: Callable[[], None] | None, last: bool
+        self,
+        buffer: torch.Tensor,
+        restore: Callable[[], None] | None,
+        last: bool,
+        *,
+        divided_by: int = 1,
     ) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket of a backward pass, in place and asynchronously.
 
         The futures of all its buckets complete together, failed or not. `restore` puts this replica's own
         gradients back into the buffer, so that they can be averaged again without a member that died.
+        `divided_by` is what the buffer has been divided by already, but not what `restore` puts there.
         """
 
 

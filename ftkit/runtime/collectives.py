@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from ftkit.errors import GroupError
 
-Launch = Callable[[torch.Tensor, bool], "Work | None"]
+Launch = Callable[["Collective"], "Work | None"]
 """Scale (when averaging) and start the reduction of a tensor; None when no peer is needed."""
 
 _LOOK_S = timedelta(seconds=0.02)
@@ -30,6 +30,7 @@ class Collective:
     __slots__ = (
         "_future",
         "average",
+        "divided_by",
         "done",
         "held",
         "last",
@@ -49,14 +50,19 @@ class Collective:
         restore: Callable[[], None] | None = None,
         held: bool = False,
         last: bool = False,
+        divided_by: int = 1,
     ) -> None:
-        """`held`: the result is handed out with that of the whole backward pass, which ends with `last`."""
+        """`held`: the result is handed out with that of the whole backward pass, which ends with `last`.
+
+        `divided_by`: what the tensor, but not what `restore` puts there, is already divided by.
+        """
         self.owner = owner
         self.tensor = tensor
         self.average = average
         self.restore = restore
         self.held = held
         self.last = last
+        self.divided_by = divided_by
         self.started = False
         self.done = False
         self.work: Work | None = None
@@ -204,6 +210,7 @@ class Collectives:
             for call in self._calls:
                 if call.started and call.restore is not None:
                     call.restore()
+                    call.divided_by = 1
                 call.started = call.done = False
             for call in self._calls:
                 self._start(call)
@@ -236,7 +243,7 @@ class Collectives:
         self._moved_at = time.monotonic()
         generation = self._generation
         try:
-            call.work = self._launch(call.tensor, call.average)
+            call.work = self._launch(call)
         except Exception as error:  # the group was aborted in this very moment, or its backend failed
             self._failed(error, generation)
 

@@ -156,17 +156,31 @@ class Step:
         restore: Callable[[], None] | None = None,
         held: bool = False,
         last: bool = False,
+        divided_by: int = 1,
     ) -> Collective:
         """Sum or average a tensor over the members, in place and in the background; see `Collective`."""
-        call = Collective(self.collectives, tensor, average=average, restore=restore, held=held, last=last)
+        call = Collective(
+            self.collectives,
+            tensor,
+            average=average,
+            restore=restore,
+            held=held,
+            last=last,
+            divided_by=divided_by,
+        )
         return self.collectives.reduce(call)
 
-    def _launch(self, tensor: torch.Tensor, average: bool) -> Work | None:
+    def num_contributors(self) -> int:
+        """Return by how much to divide what is averaged; 1 when the replicas have weights in this step."""
+        plan = self.membership.plan
+        return 1 if plan is None or self._weights.used else plan.num_replicas
+
+    def _launch(self, call: Collective) -> Work | None:
         plan = self.membership.plan
         assert plan is not None, "a started step has a plan"
-        if average:
-            self._weights.apply(tensor, plan.num_replicas)
-        return self._links.reduce(tensor) if plan.num_replicas > 1 else None
+        if call.average:
+            self._weights.apply(call.tensor, plan.num_replicas, call.divided_by)
+        return self._links.reduce(call.tensor) if plan.num_replicas > 1 else None
 
     def set_weight(self, weight: float) -> None:
         """Enter the step's averages with this weight."""

@@ -40,9 +40,12 @@ class Weights:
             raise FtkitError("the weights of all members are zero in this step")
         self._scale = weight / total
 
-    def apply(self, tensor: torch.Tensor, participants: int) -> None:
-        """Scale this rank's contribution in place, so that the sum over all members is the average."""
+    def apply(self, tensor: torch.Tensor, participants: int, divided_by: int = 1) -> None:
+        """Scale this rank's contribution in place, so that the sum over all members is the average.
+
+        `divided_by` is what has been done to that end already.
+        """
         if self._scale is not None:
-            tensor.mul_(self._scale)
-        elif participants > 1:
-            tensor.div_(participants)
+            tensor.mul_(self._scale * divided_by)
+        elif participants != divided_by:
+            tensor.mul_(divided_by / participants)  # as torch's reducer does, so that the bits are the same

@@ -33,6 +33,7 @@ class GlooManager:
         self._pg = ProcessGroupGloo(timeout_s=TIMEOUT_S)
         self.errors: list[Exception] = []
         self.sent: list[int] = []
+        self.divided_by: list[int] = []
         self.collectives = Collectives(self._launch, self.errors.append)
         self.models: list[torch.nn.Module] = []
         self.starts = 0
@@ -57,22 +58,39 @@ class GlooManager:
 
     def begin(self) -> None:
         """A new step."""
-        self.sent = []
+        self.sent, self.divided_by = [], []
         self.collectives.begin()
 
-    def _launch(self, tensor: torch.Tensor, average: bool) -> torch.distributed.Work | None:
-        self.sent.append(tensor.numel())
-        if average:
-            tensor.div_(self._size)
-        return self._pg.allreduce(tensor) if self._size > 1 else None
+    def _launch(self, call: Collective) -> torch.distributed.Work | None:
+        self.sent.append(call.tensor.numel())
+        self.divided_by.append(call.divided_by)
+        if call.average:
+            call.tensor.mul_(call.divided_by / self._size)
+        return self._pg.allreduce(call.tensor) if self._size > 1 else None
+
+    def num_contributors(self) -> int:
+        return self._size
 
     def allreduce(self, tensor: torch.Tensor, *, average: bool = True) -> Collective:
         return self.collectives.reduce(Collective(self.collectives, tensor, average=average))
 
     def reduce_bucket(
-        self, buffer: torch.Tensor, restore: Callable[[], None] | None, last: bool
+        self,
+        buffer: torch.Tensor,
+        restore: Callable[[], None] | None,
+        last: bool,
+        *,
+        divided_by: int = 1,
     ) -> torch.futures.Future[torch.Tensor]:
-        call = Collective(self.collectives, buffer, average=True, restore=restore, held=True, last=last)
+        call = Collective(
+            self.collectives,
+            buffer,
+            average=True,
+            restore=restore,
+            held=True,
+            last=last,
+            divided_by=divided_by,
+        )
         return self.collectives.reduce(call).get_future()
 
 
