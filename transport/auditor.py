@@ -37,7 +37,7 @@ class Auditor:
         try:
             while True:
                 with session.changed:
-                    wanted = ledger.next_unknown(HASH_BATCH)
+                    wanted = ledger.next_unknown(HASH_BATCH if session.selection is None else 1)
                     if wanted is None:
                         return
                     best = self._choose()
@@ -66,7 +66,11 @@ class Auditor:
 
     def _get(self, link: Link, source: Source, ledger: Ledger, first: int, last: int) -> None:
         try:
-            reply = ask(link, self.session.version, f"hashes?first={first}&last={last}")
+            selection = self.session.selection
+            query = f"hashes?first={first}&last={last}"
+            if selection is not None:
+                query = f"rows?at={selection.spec(*ledger.bounds(first))}&digest=1"
+            reply = ask(link, self.session.version, query)
             raw = checked_body(link, reply, SMALL_BODY)
             if len(raw) != HASH_BYTES * (last - first):
                 raise Garbled("it sent another number of checksums than asked for")

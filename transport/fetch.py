@@ -31,6 +31,7 @@ from transport.ledger import Ledger
 from transport.manifest import HASH_BYTES, Manifest
 from transport.meter import Meter, summary
 from transport.place import Plan
+from transport.reshard import Selection
 from transport.reuse import Reuse
 from transport.session import Session, Settings, Source
 from transport.share import Share
@@ -67,6 +68,7 @@ class Fetch:
         deadline_s: float,
         progress: Callable[[Progress], None] | None,
         make_plan: Callable[[Manifest], Plan] | None = None,
+        select: Callable[[Manifest], Selection] | None = None,
         ahead: Ahead | None = None,
         joiners: Sequence[str] = (),
         reuse: bool = False,
@@ -77,7 +79,7 @@ class Fetch:
             raise ValueError("a fetch needs at least one source")
         self.version = version
         self._progress, self._deadline_s = progress, deadline_s
-        self._ahead = ahead
+        self._ahead, self._select = ahead, select
         self._make_plan = make_plan or (lambda manifest: Plan(manifest, into))
         self._session = Session(sources, version, settings, deadline_s)
         self._meter = Meter(self._session, self._session.started)
@@ -90,10 +92,18 @@ class Fetch:
             for source in session.sources:
                 session.start_thread(Worker(session, source, first=True).run)
             manifest = self._wait_manifest()
-            plan = self._make_plan(manifest)
+            if self._select is None:
+                plan = self._make_plan(manifest)
+            else:
+                selection = self._select(manifest)
+                session.selection, session.manifest = selection, selection.manifest
+                manifest = selection.manifest
+                plan = Plan(manifest, selection.into)
             self._meet_joiners(manifest, plan)
             with session.changed:
                 session.ledger = _new_ledger(manifest, 0 if session.swarm is None else session.swarm.first)
+                if session.selection is not None:
+                    session.ledger.max_run = 1  # of so many parts that a request can list them
                 session.plan = plan
             if manifest.hashes is None:
                 session.start_thread(Auditor(session).run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import ssl
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from transport.near import NearLink, name_of
 from transport.publication import Board, Publication, Sender
 from transport.server import Server
 from transport.session import Settings
+from transport.sharded import ShardedFetch
 from transport.share import Share
 from transport.slots import Slots
 from transport.staging import wait_for_device
@@ -91,7 +93,7 @@ class HTTPTransport:
         self.sender: Sender | None = None
         """What sends publications by another way, for those who ask for it."""
         self._lock = threading.Lock()
-        self._fetches: set[Fetch] = set()
+        self._fetches: set[Fetch | ShardedFetch] = set()
         self._closed = False
         self._server_ssl = server_ssl
         self._server = Server(
@@ -183,6 +185,32 @@ class HTTPTransport:
             reuse=reuse,
         )
 
+    def fetch_shards(
+        self,
+        shards: Sequence[Sequence[str]],
+        version: str,
+        into: object,
+        *,
+        deadline_s: float,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> object:
+        """Receive the part of a sharded state that `into` holds, wherever it lies.
+
+        `shards` are the sources of each shard, one list for each rank of a source's group. DTensors (FSDP2)
+        may be distributed in another way here than there, or not at all: only the bytes that are needed here
+        are fetched, straight into their place where they are one run of it. DTensors must exist in `into`.
+        """
+        fetch = ShardedFetch(
+            shards,
+            version,
+            into,
+            self._settings(progress),
+            deadline_s=deadline_s,
+            progress=progress,
+            prefer=zlib.crc32(self._address.encode()),  # ranks have different ones
+        )
+        return self._run(fetch)
+
     def fetch_with(
         self,
         ahead: Ahead | None,
@@ -196,20 +224,11 @@ class HTTPTransport:
         reuse: bool = False,
     ) -> object:
         """Fetch, with another way for the bytes that is tried before HTTP."""
-        token = self._token()
-        _check_token(token)
-        settings = Settings(
-            make_link=partial(self._make_link, secrets.token_hex(8)),
-            streams=self._streams,
-            stall_s=self._stall_s,
-            min_rate=self._min_rate,
-            report_chunks=progress is not None,
-        )
         fetch = Fetch(
             sources,
             version,
             into,
-            settings,
+            self._settings(progress),
             deadline_s=deadline_s,
             progress=progress,
             ahead=ahead,
@@ -218,16 +237,31 @@ class HTTPTransport:
             own=self._address,
             serve=self._share,
         )
+        try:
+            return self._run(fetch)
+        except BaseException:
+            if joiners:
+                self._share(None)
+            raise
+
+    def _settings(self, progress: Callable[[Progress], None] | None) -> Settings:
+        _check_token(self._token())
+        return Settings(
+            make_link=partial(self._make_link, secrets.token_hex(8)),
+            streams=self._streams,
+            stall_s=self._stall_s,
+            min_rate=self._min_rate,
+            report_chunks=progress is not None,
+        )
+
+    def _run(self, fetch: Fetch | ShardedFetch) -> object:
+        """Run a fetch, so that `abort` can find it."""
         with self._lock:
             if self._closed:
                 raise TransportError("this transport is closed")
             self._fetches.add(fetch)
         try:
             return fetch.run()
-        except BaseException:
-            if joiners:
-                self._share(None)
-            raise
         finally:
             with self._lock:
                 self._fetches.discard(fetch)

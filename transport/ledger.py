@@ -51,6 +51,7 @@ class Ledger:
 
     def __init__(self, size: int, chunk: int, *, first: int = 0) -> None:
         self.size, self.chunk, self.first = size, chunk, first
+        self.max_run = MAX_RUN
         self._chunks = [_Chunk(min(chunk, size - start)) for start in range(0, size, chunk)]
         self._expected: list[bytes | None] = [None] * len(self._chunks)
         self.open: Mask = np.ones(len(self._chunks), np.bool_)
@@ -89,7 +90,7 @@ class Ledger:
             if source in avoid and any(other not in avoid for other in usable):
                 continue
             share = self.bytes_pending // (2 * max(1, num_workers) * self.chunk)
-            start, end = self._cut(number, wanted, min(MAX_RUN, max(1, share)))
+            start, end = self._cut(number, wanted, min(self.max_run, max(1, share)))
             self.bytes_pending -= end - start
             return Extent(start, end, avoid)
         return None

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from transport.boxes import Box
 from transport.dtypes import NAMES
 from transport.errors import MalformedState, StateMismatch
 from transport.manifest import Manifest
@@ -36,6 +37,8 @@ class Target:
     """What stands in the received state."""
     numpy: tuple[np.dtype[Any], tuple[int, ...]] | None = None
     as_bytes: type | None = None
+    box: Box | None = None
+    """Which part of the whole tensor the memory is, where that may differ from the source's part."""
     dist: DistSpec | None = None
     mesh: DeviceMesh | None = None
 
@@ -68,9 +71,12 @@ _DICTS: Final = {"d": 1, "od": 2, "dd": 2, "c": 1}
 _LISTS: Final = {"l": 1, "t": 1, "q": 2}
 
 
-def match(manifest: Manifest, into: object) -> list[Target]:
-    """Return a target for each tensor of the manifest, or raise `StateMismatch`."""
-    matcher = _Matcher(manifest)
+def match(manifest: Manifest, into: object, *, boxes: bool = False) -> list[Target]:
+    """Return a target for each tensor of the manifest, or raise `StateMismatch`.
+
+    With `boxes`, the tensors here may be other parts of the whole ones than those of the manifest.
+    """
+    matcher = _Matcher(manifest, boxes=boxes)
     try:
         matcher.walk(manifest.tree, into, "", 0)
     except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
@@ -80,8 +86,8 @@ def match(manifest: Manifest, into: object) -> list[Target]:
 
 
 class _Matcher:
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, manifest: Manifest, *, boxes: bool) -> None:
+        self._manifest, self._boxes = manifest, boxes
         self.targets = [Target() for _ in manifest.tensors]
 
     def walk(self, node: Any, value: object, path: str, depth: int) -> None:
@@ -147,13 +153,21 @@ class _Matcher:
         if isinstance(value, torch.Tensor) and value.device.type != "meta":
             memory, dist = local_tensor(value, path)
             dtype = NAMES.get(memory.dtype, str(memory.dtype))
-            if (entry.dtype, entry.shape, entry.dist) != (dtype, tuple(memory.shape), dist):
+            shape = tuple(memory.shape)
+            if self._boxes:
+                same = (entry.dtype, _whole(entry.shape, entry.dist)) == (dtype, _whole(shape, dist))
+                target.box = _box(path, shape, dist)
+            else:
+                same = (entry.dtype, entry.shape, entry.dist) == (dtype, shape, dist)
+            if not same:
                 theirs = _text(entry.dtype, entry.shape, entry.dist)
                 ours = _text(dtype, tuple(memory.shape), dist)
                 raise StateMismatch(path, f"the source has {theirs}, here is {ours}")
             target.memory, target.result = memory, value
         elif isinstance(value, (dict, list, tuple, np.ndarray)):
             raise StateMismatch(path, f"the source has a tensor, here is {_kind(value)}")
+        elif self._boxes and entry.dist is not None:
+            raise StateMismatch(path, "the source has a DTensor; create it here before fetching")
         else:
             target.dist = entry.dist
 
@@ -229,8 +243,21 @@ def _kind(node: object) -> str:
     return f"a value of type {type(node).__name__}"
 
 
+def _whole(shape: tuple[int, ...], dist: DistSpec | None) -> tuple[int, ...]:
+    return shape if dist is None else dist.shape
+
+
+def _box(path: str, shape: tuple[int, ...], dist: DistSpec | None) -> Box:
+    offset = (0,) * len(shape) if dist is None else dist.offset
+    if offset is None:
+        assert dist is not None
+        raise StateMismatch(path, f"a DTensor {dist.placements} cannot be put together from parts")
+    return Box(offset, shape)
+
+
 def _text(dtype: str, shape: tuple[int, ...], dist: DistSpec | None) -> str:
     text = f"{dtype}[{', '.join(map(str, shape))}]"
     if dist is not None:
         text += f" of a DTensor [{', '.join(map(str, dist.shape))}] {dist.placements} on {dist.mesh_shape}"
+        text += f", from {dist.offset} on"
     return text

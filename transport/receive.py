@@ -177,6 +177,13 @@ class Receiver:
 
     def _ask(self, link: Link, start: int, end: int) -> None:
         manifest, ledger, _ = self.session.work
+        selection = self.session.selection
+        if selection is not None:
+            query = f"rows?at={selection.spec(start, end)}"
+            reply = ask(link, self.session.version, query, {"If-Match": f'"{manifest.etag}"'})
+            if reply.status != 200 or reply.length != end - start:
+                raise Garbled("it sent another number of bytes than asked for")
+            return
         what = "data" if self.source.peer is None else "part"
         headers = {"Range": f"bytes={start}-{end - 1}", "If-Match": f'"{manifest.etag}"'}
         if manifest.num_chunks <= visits.MAX_LISTED:

@@ -21,6 +21,7 @@ from transport.ledger import Ledger, Mask
 from transport.link import Link
 from transport.manifest import Manifest
 from transport.place import Plan
+from transport.reshard import Selection
 from transport.share import Share
 from transport.swarm import Peer, Swarm
 
@@ -113,6 +114,8 @@ class Session:
         self.reference: Source | None = None
         """The source that gave the manifest."""
         self.plan: Plan | None = None
+        self.selection: Selection | None = None
+        """What is fetched is this part of the sources' state."""
         self.ledger: Ledger | None = None
         self.flights: set[Flight] = set()
         """The extents under way over HTTP."""

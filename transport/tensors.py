@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transport.errors import UnsupportedState
@@ -22,6 +23,8 @@ class DistSpec(msgspec.Struct, frozen=True, array_like=True):
     stride: tuple[int, ...]
     placements: tuple[str, ...]
     mesh_shape: tuple[int, ...]
+    offset: tuple[int, ...] | None = None
+    """Where the local part begins in the whole; None when it is not one box of it."""
 
 
 def local_tensor(value: torch.Tensor, path: str) -> tuple[torch.Tensor, DistSpec | None]:
@@ -47,11 +50,15 @@ def local_tensor(value: torch.Tensor, path: str) -> tuple[torch.Tensor, DistSpec
 
 def dist_spec(value: DTensor) -> DistSpec:
     """Describe the distribution of a DTensor in plain values."""
+    offset: tuple[int, ...] | None = None
+    if all(type(p) in (Shard, Replicate) for p in value.placements):
+        _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     return DistSpec(
         shape=tuple(value.shape),
         stride=tuple(value.stride()),
         placements=tuple(_placement_name(p) for p in value.placements),
         mesh_shape=tuple(value.device_mesh.shape),
+        offset=offset,
     )
 
 

@@ -1,4 +1,7 @@
-"""Of a DTensor the local shard travels; where it arrives it is a DTensor again."""
+"""Of a DTensor the local shard travels; where it arrives it is a DTensor again.
+
+How shards are cut in another way: `test_sharded.py`.
+"""
 
 from __future__ import annotations
 
