@@ -100,7 +100,7 @@ class Servers:
             self._fill()
             return self._make_room
         # What may find etcd away, after another fault, is then nothing.
-        with contextlib.suppress(FtkitError, subprocess.SubprocessError):
+        with contextlib.suppress(FtkitError):
             if kind == "etcd-compact":
                 with self.client(root=True) as client:
                     client.compact(client.list(self._keys.prefix)[1])
@@ -143,8 +143,8 @@ class Servers:
     def _make_room(self) -> None:
         """Do what the error message advises, until it has succeeded: compact, defragment, disarm."""
         for attempt in tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((EtcdError, subprocess.SubprocessError)),
-            stop=tenacity.stop_after_delay(20.0),
+            retry=tenacity.retry_if_exception_type(EtcdError),
+            stop=tenacity.stop_after_delay(60.0),
             wait=tenacity.wait_fixed(0.2),
             reraise=True,
         ):
@@ -164,8 +164,10 @@ class Servers:
         env = {"ETCDCTL_API": "3"}
         if self._auth and auth:
             env["ETCDCTL_USER"] = f"root:{PASSWORD}"
-        command = [str(etcdctl_path()), f"--endpoints={','.join(urls)}", *words]
-        subprocess.run(command, input=text.encode(), env=env, capture_output=True, check=True, timeout=10)
+        command = [str(etcdctl_path()), f"--endpoints={','.join(urls)}", "--command-timeout=10s", *words]
+        done = subprocess.run(command, input=text.encode(), env=env, capture_output=True, check=False)
+        if done.returncode != 0:
+            raise EtcdError(f"etcdctl {' '.join(words)}: {done.stderr.decode(errors='replace').strip()}")
 
     def _enable_auth(self) -> None:
         for user in ("root", USER):
