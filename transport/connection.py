@@ -27,6 +27,7 @@ from transport.visits import FETCH, HAVE
 log = logging.getLogger(__name__)
 
 PIECE: Final = 8 << 20
+LOCAL_BUFFER: Final = 512 << 10
 _NOTHING: Final = Request("", "", {}, {})
 
 
@@ -90,6 +91,9 @@ class Connection:
             self.sock.setblocking(True)
             wire.set_options(self.sock)
             wire.set_send_timeout(self.sock, service.limits.stall_s)
+            if wire.is_local(self.sock):
+                # Little enough for the caches of the processor; between machines it would be too little.
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER)
             if service.tls is not None:
                 self.sock.settimeout(service.limits.head_s)
                 secure = service.tls.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)

@@ -58,6 +58,11 @@ def set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+def is_local(sock: socket.socket) -> bool:
+    """Say whether the peer is on this machine."""
+    return sock.family == socket.AF_UNIX or sock.getpeername()[0] == sock.getsockname()[0]
+
+
 def _timeval(seconds: float) -> bytes:
     micros = max(1, int(seconds * 1e6))
     return struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
