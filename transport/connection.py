@@ -1,7 +1,7 @@
 """One connection: read requests, send answers, within limits of size and time.
 
-Decides how bytes leave: live memory in pieces that a socket takes at once, so that nobody who waits for that
-memory waits for the peer; a slot by `sendfile`; and to a process on this machine, by saying where they are.
+Decides how bytes leave: live memory in turns of some milliseconds, so that nobody who waits for that memory
+waits for the peer; a slot by `sendfile`; and to a process on this machine, by saying where they are.
 What is answered is decided in `routes.py`.
 """
 
@@ -27,6 +27,8 @@ from transport.visits import FETCH, HAVE
 log = logging.getLogger(__name__)
 
 PIECE: Final = 8 << 20
+LIVE_S: Final = 0.005
+"""So long, at most, does `withdraw` wait for a peer that takes its time over live memory."""
 LOCAL_BUFFER: Final = 512 << 10
 _NOTHING: Final = Request("", "", {}, {})
 
@@ -249,7 +251,7 @@ class Connection:
         sent = 0
         with content.reading(self.cut) as views:
             if content.on_cpu and not tls:
-                return wire.send_some(self.sock, views(start, min(end, start + PIECE), self._reader))
+                return wire.send_for(self.sock, views(start, min(end, start + PIECE), self._reader), LIVE_S)
             for view in views(start, end, self._reader):
                 for low in range(0, len(view), PIECE):
                     piece = view[low : low + PIECE]

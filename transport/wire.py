@@ -12,6 +12,7 @@ import select
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -104,17 +105,27 @@ def send_views(sock: socket.socket, views: Iterable[memoryview], *, batch: bool,
         _send_group(sock, group, socket.MSG_MORE if more else 0)
 
 
-def send_some(sock: socket.socket, views: Iterable[memoryview]) -> int:
-    """Send what a socket takes at once; return how many bytes that was."""
+def send_for(sock: socket.socket, views: Iterable[memoryview], limit_s: float) -> int:
+    """Send for at most so long; return how many bytes that was."""
+    deadline = time.monotonic() + limit_s
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
     sent = 0
     for group in _groups(views):
-        try:
-            n = sock.sendmsg(group, [], socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return sent
-        sent += n
-        if n < sum(map(len, group)):
-            break
+        left = sum(map(len, group))
+        while left:
+            # The kernel would wait for the whole group, and its shortest time limit is rather long.
+            try:
+                n = sock.sendmsg(group, [], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                n = 0
+            sent += n
+            left -= n
+            if left:
+                wait_s = deadline - time.monotonic()
+                if wait_s <= 0 or not poll.poll(wait_s * 1000):
+                    return sent
+                group = advance(group, n)
     return sent
 
 

@@ -59,7 +59,7 @@ def no_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note how many bytes of states go through a socket."""
     sent: list[int] = []
-    for name in ("send_some", "send_file"):
+    for name in ("send_for", "send_file"):
         before = getattr(wire, name)
 
         def count(*args: Any, before: Callable[..., int] = before) -> int:
