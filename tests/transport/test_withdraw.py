@@ -44,6 +44,13 @@ def slow(make_proxy: Callable[..., Proxy]) -> Callable[[HTTPTransport], str]:
     return put
 
 
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send as between machines, where a copy's pages go out without being copied again."""
+    monkeypatch.setattr("transport.wire.is_local", lambda sock: False)
+
+
+@pytest.mark.usefixtures("far")
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_a_slow_joiner_gets_the_rest_although_training_goes_on(
     make_transport: Make, slow: Callable[[HTTPTransport], str], assert_same: Any, snapshot: bool
@@ -155,7 +162,11 @@ def test_an_answer_to_any_client_is_ended_from_the_copy(make_transport: Make) ->
     assert received.partition(b"\r\n\r\n")[2] == right
 
 
-def test_a_snapshot_is_what_was_published(make_transport: Make, assert_same: Any) -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_a_snapshot_is_what_was_published(
+    make_transport: Make, assert_same: Any, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    monkeypatch.setattr("transport.wire.is_local", lambda sock: local)
     source, state = make_transport(chunk_bytes=MB), make_state(9)
     for version in ("1", "2", "3"):
         state["p0"].fill_(int(version))
