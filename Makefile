@@ -42,7 +42,7 @@ demo: $(STAMP)
 
 # All run even if one fails, so that one night tells everything.
 chaos: $(STAMP)
-	@failed=; $(BIN)/python -m pytest -q -m long tests/chaos || failed=" (the tests)"; for seed in 1 2 3 4 5; do \
+	@failed=; $(BIN)/python -m pytest -q -m long || failed=" (the tests)"; for seed in 1 2 3 4 5; do \
 	    $(BIN)/python scripts/chaos.py --groups 3 --seconds 180 --seed $$seed $(ARGS) || failed="$$failed $$seed"; \
 	done; if [ -n "$$failed" ]; then echo "FAILED with seeds:$$failed"; exit 1; fi
 

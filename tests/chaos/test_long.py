@@ -1,4 +1,4 @@
-"""The long form of the suite: `make chaos`, or `pytest -m long tests/chaos`."""
+"""The long form of the suite: `make chaos`, or `pytest -m long`."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         servers.stop()
 
 
+@pytest.mark.long
 def test_the_leader_of_three_is_lost_and_the_others_elect_another(three: Servers) -> None:
     wait_until(lambda: leader(three) >= 0, "a leader")
     first = leader(three)

@@ -45,6 +45,7 @@ def test_five_join_at_once_and_the_spare_one_takes_over(cluster: MakeCluster, et
     c.check_versions()
 
 
+@pytest.mark.long
 def test_etcd_is_wiped_while_one_member_dies_and_another_joins(
     cluster: MakeCluster, own_etcd: EtcdServer
 ) -> None:
