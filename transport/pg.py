@@ -39,8 +39,9 @@ LARGE: Final = 1 << 20
 """A block from this size on is sent from its own memory."""
 GATHERED: Final = 4 << 20
 """Bytes of smaller blocks that are gathered into one bucket, at most (but for one block)."""
-BUCKET: Final = 64 << 20
-AHEAD: Final = 2
+BUCKET: Final = 8 << 20
+"""Of a larger block, one bucket; so small that a checksum finds it in the cache."""
+AHEAD: Final = 4
 """Buckets under way at a time, of one source."""
 WAIT_S: Final = 1.0
 """For a source that is about to publish."""
