@@ -24,8 +24,8 @@ from transport.session import Over, Session
 
 log = logging.getLogger(__name__)
 
-SAMPLE: Final = 32
-"""Chunks that are tried first. States of no more than four times as many are compared whole."""
+SAMPLE: Final = 16
+"""Chunks that are tried first; states of no more are compared whole."""
 
 
 class Reuse:
@@ -46,7 +46,7 @@ class Reuse:
     def _run(self) -> None:
         _, ledger, plan = self._session.work
         begun = time.monotonic()
-        if ledger.num_chunks > 4 * SAMPLE and not self._sample(ledger, plan):
+        if ledger.num_chunks > SAMPLE and not self._sample(ledger, plan):
             return
         for number in range(ledger.num_chunks):
             if plan.is_destination(*ledger.bounds(number)) and not self._compare(ledger, plan, number):
