@@ -12,8 +12,8 @@ from ftkit.core.seen import Seen
 
 
 def objection(seen: Seen, replica_id: str, want: ev.Want, epoch: Epoch, *, frozen: bool) -> str | None:
-    """Say why an epoch that names this member is over before it has begun, or None."""
-    seat = epoch.seat(replica_id)
+    """Say why the current epoch, which names this member, is over before it has begun, or None."""
+    seat = seen.seat(replica_id)
     if want.leaving:
         return "it is leaving"
     if frozen:

@@ -230,7 +230,8 @@ class Member:
         epoch = self.seen.epoch
         if epoch is None or self.want is None or self.ticket is None or epoch.id < self.ticket.epoch:
             return
-        if not epoch.names(self.replica_id, self.incarnation):
+        seat = self.seen.seat(self.replica_id)
+        if seat is None or seat.incarnation != self.incarnation:
             self._ask_again()
             return
         why = objection(self.seen, self.replica_id, self.want, epoch, frozen=self.frozen)

@@ -5,6 +5,7 @@ Pure: the machine's memory, without its decisions.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -96,7 +97,14 @@ class Seen:
         return cast("dict[str, object]", getattr(self, section))
 
     def _look_at_all(self, now: float) -> None:
-        for name in [*self._seats, *self.tickets, *self.gone_since, *self.tickets_seen, *self._behind]:
+        members = self.members
+        empty = [
+            name
+            for name, seat in self._seats.items()
+            if (record := members.get(name)) is None or record.incarnation != seat.incarnation
+        ]
+        noted = (self.tickets, self.gone_since, self.tickets_seen, self._behind)
+        for name in dict.fromkeys(itertools.chain(empty, *noted)):
             self._look_at(name, now)
 
     def _look_at(self, name: str, now: float) -> None:
@@ -136,6 +144,10 @@ class Seen:
         self.tickets_seen.clear()
         self.gone_since.clear()
         self._look_at_all(now)
+
+    def seat(self, replica_id: str) -> Seat | None:
+        """Return a member's seat in the current epoch."""
+        return self._seats.get(replica_id)
 
     def in_doubt(self, epoch: Epoch) -> list[Seat]:
         """Return the seats of an epoch that may be empty, or whose members may be proven dead; in order.
