@@ -132,7 +132,7 @@ class HTTPTransport:
         slot = None
         if snapshot:
             slot = self._slots.take(encoded.size)
-            slot.write(0, encoded.views(0, encoded.size))
+            slot.fill([(0, encoded.views(0, encoded.size))])
         self._meet_neighbours()
         self._board.put(Publication(encoded, self.sender, slot))
 

@@ -104,7 +104,11 @@ class Publication:
         owed = self.visits.owed() if keep else None
         kept = owed is not None and bool(owed.any())
         if kept and owed is not None and self.slot is None:
-            kept = self._copy(owed)
+            try:
+                kept = self._copy(owed)
+            except (OSError, MemoryError) as error:
+                log.warning("cannot keep what is owed of version %s: %s", self.version, error)
+                kept = False
         self.leaving = True
         self._readers.close(grace_s, answers=not kept)
         return kept
@@ -115,22 +119,27 @@ class Publication:
         free, need = available_memory() - MARGIN, int(owed.sum()) * manifest.chunk
         if need > free:
             log.warning(
-                "no memory (%d MiB of %d) to keep what is owed of version %s",
-                free >> 20,
-                need >> 20,
+                "no memory to keep what is owed of version %s: it takes %d MiB, and %d are free",
                 self.version,
+                need >> 20,
+                max(0, free) >> 20,
             )
             return False
-        reader = HostReader()
+        begun, reader = time.monotonic(), HostReader()
         slot = Slot(manifest.size)
-        edges = np.flatnonzero(np.diff(owed, prepend=False, append=False))
-        for first, last in edges.reshape(-1, 2).tolist():
-            start, end = first * manifest.chunk, min(manifest.size, last * manifest.chunk)
-            slot.write(start, self.encoded.views(start, end, reader))
+        edges = np.flatnonzero(np.diff(owed, prepend=False, append=False)) * manifest.chunk
+        runs = [(start, min(manifest.size, end)) for start, end in edges.reshape(-1, 2).tolist()]
+        slot.fill((start, self.encoded.views(start, end, reader)) for start, end in runs)
         for chunk in np.flatnonzero(~owed).tolist():
             # Somebody may have the bytes, but not yet the checksum.
             self.hashes(chunk, chunk + 1, self.encoded.views, reader)
         self._kept, self.slot = owed, slot
+        log.info(
+            "kept %d MiB of version %s for those who are fetching it, in %.3f s",
+            need >> 20,
+            self.version,
+            time.monotonic() - begun,
+        )
         return True
 
     def end(self) -> None:
@@ -201,9 +210,10 @@ class Board:
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            for publication in self._lingering:
-                if publication.version == version and publication.visits.knows(fetch):
-                    return publication
+            if self._current is None or self._current.version != version:
+                for publication in self._lingering:
+                    if publication.version == version and publication.visits.knows(fetch):
+                        return publication
             while self._current is None and not self._closed:
                 left = deadline - time.monotonic()
                 if left <= 0:
