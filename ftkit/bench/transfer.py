@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ftkit.bench.processes import Row
+from ftkit.bench.transfer_bytes import measure_bytes
 from ftkit.config import child_environment
 from ftkit.errors import FtkitError
 
@@ -96,11 +97,13 @@ def measure(*, sizes: Sequence[int], reps: int, progress: Callable[[str], None])
             progress(notes[-1])
             continue
         results += _measure_size(size, methods, reps, notes, progress)
+    progress("bytes that a source sends")
     return {
         "bench": "transfer",
         "cpus": len(os.sched_getaffinity(0)),
         "reps": reps,
         "results": results,
+        "sent": measure_bytes(),
         "notes": notes,
     }
 
@@ -180,11 +183,14 @@ def _figures(name: str, size: int, rounds: list[tuple[Row, Row]], raw: list[tupl
 
 def table(result: Row) -> str:
     """Return the figures for people."""
-    rows, notes = result["results"], result["notes"]
+    notes = result["notes"]
+    assert isinstance(notes, list)
+    return "\n".join([*_lines(result["results"]), "", *_lines(result["sent"]), *notes])
+
+
+def _lines(rows: object) -> list[str]:
     assert isinstance(rows, list)
     heads = list(rows[0]) if rows else []
-    assert isinstance(notes, list)
     cells = [heads, *([str(row[head]) for head in heads] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join([*lines, *notes])
+    return ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]

@@ -23,6 +23,10 @@ def test_each_method_has_its_figures(capsys: pytest.CaptureFixture[str]) -> None
         assert row["gb_s_min"] <= row["gb_s"] <= row["gb_s_max"]
         assert {"extra_memory_source", "extra_memory_receiver", "source_cpu_ratio"} <= set(row)
     assert found["raw1"]["ratio_to_raw1"] == 1.0
+    views, over_gloo, joiners = told["sent"]
+    assert views["sent_bytes"] <= 4_200_000
+    assert over_gloo["sent_bytes"] <= 4_200_000
+    assert 1.0 <= joiners["sent_sizes"] <= 1.3
 
 
 def test_a_size_that_does_not_fit_is_skipped_with_a_note(
