@@ -106,9 +106,9 @@ class DistributedTransport:
         with self._lock:
             self._group, self._name, self._abort_group = group, name, abort
 
-    def publish(self, version: str, state: object) -> None:
-        """Serve the memory of the state's live tensors, without a copy, until `withdraw`."""
-        self._http.publish(version, state)
+    def publish(self, version: str, state: object, *, snapshot: bool = False) -> None:
+        """Serve the memory of the state's live tensors until `withdraw`, or a copy: see `HTTPTransport`."""
+        self._http.publish(version, state, snapshot=snapshot)
 
     def withdraw(self) -> None:
         """Stop serving; return once nobody reads the live memory any more. Idempotent."""
