@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from tests.transport.proxy import Proxy
-from transport import HTTPTransport, Progress, SourceError, encode
+from transport import HTTPTransport, Progress, SourceError, TransportError, encode
 from transport.slots import Slot, Slots
 from transport.visits import Visits, dump
 
@@ -258,3 +260,42 @@ def test_a_fetch_that_talks_nonsense_is_owed_everything(have: str) -> None:
     visits = Visits(10, 100)
     visits.see(Visitor(), "f", have)
     assert visits.owed().all()
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_no_moment_of_withdrawal_mixes_two_states(make_transport: Make, same_host: bool) -> None:
+    """Whatever a joiner gets is what was published under the name that it asked for."""
+    state = {f"p{i}": torch.zeros(1 << 17, dtype=torch.int32) for i in range(8)}
+    source = make_transport(chunk_bytes=MB // 4, same_host=same_host)
+    version, over, pause, rng = 0, threading.Event(), threading.Event(), random.Random(1)
+    results: list[bool] = []
+
+    def join(streams: int) -> None:
+        joiner = make_transport(same_host=same_host, streams=streams)
+        into = copies(state)
+        while not over.is_set():
+            wanted = version
+            try:
+                joiner.fetch([source.address], f"{wanted}", into, deadline_s=1)
+            except TransportError:
+                continue
+            results.append(all(bool((tensor == wanted).all()) for tensor in into.values()))
+
+    threads = [threading.Thread(target=join, args=(streams,)) for streams in (1, 3)]
+    for thread in threads:
+        thread.start()
+    for number in range(1, 60):
+        for tensor in state.values():
+            tensor.fill_(number)
+        source.publish(f"{number}", state, snapshot=(snapshot := rng.random() < 0.3))
+        version = number
+        if snapshot:
+            for tensor in state.values():
+                tensor.fill_(-1)
+        pause.wait(rng.random() * 0.03)
+        source.withdraw()
+    over.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(results) > 3
+    assert all(results)
