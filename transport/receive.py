@@ -43,7 +43,6 @@ class Receiver:
         self._flight: Flight | None = None
         """What is received at the moment; its bytes are this stream's unless it is a rival's."""
         self._rival = False
-        self._due = 0.0
 
     def check(self) -> None:
         """Raise if there is a reason to stop waiting for the source."""
@@ -55,7 +54,7 @@ class Receiver:
             return
         if flight.over if self._rival else flight.beaten:
             raise Beaten
-        if not self._rival and self._due < time.monotonic() and self._others():
+        if not self._rival and self._overdue(flight) and self._others():
             raise Overdue
 
     def _others(self) -> bool:
@@ -67,22 +66,22 @@ class Receiver:
                 if s.address not in self._flight.extent.avoid
             )
 
-    def _due_at(self, now: float, nbytes: int) -> float:
-        """Return until when an extent must be there; for ever, as long as no rate is known."""
+    def _overdue(self, flight: Flight) -> bool:
+        """Say whether it takes too long, compared with the sources whose rates are known by now."""
+        late = time.monotonic() - flight.begun - self.session.settings.stall_s
+        if late < 0:
+            return False
         rates = [s.rate for s in self.session.sources if s.rate and s.dead is None]
-        if not rates:
-            return float("inf")
-        return now + self.session.settings.stall_s + SLOWER * nbytes / statistics.median(rates)
+        nbytes = flight.extent.end - flight.extent.start
+        return bool(rates) and late > SLOWER * nbytes / statistics.median(rates)
 
     def extent(self, link: Link, extent: Extent) -> None:
         """Receive an extent into its place; whatever happens, the rest of it goes back."""
         session, source = self.session, self.source
         _, ledger, _ = session.work
-        now = time.monotonic()
-        flight = Flight(source.address, extent, link.cut, now)
+        flight = Flight(source.address, extent, link.cut, time.monotonic())
         avoid = extent.avoid
         with session.changed:
-            self._due = self._due_at(now, extent.end - extent.start)
             session.flights.add(flight)
             source.num_busy += 1
         self._flight, self._rival = flight, False

@@ -7,6 +7,7 @@ are needed from it, as one run of bytes that a `Plan` receives like any other. K
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -113,6 +114,10 @@ class Resharding:
         for number, (entry, target) in enumerate(zip(manifests[0].tensors, targets, strict=True)):
             memory = target.memory
             if memory is None:
+                if ITEMSIZES[entry.dtype] * math.prod(entry.shape) > manifests[0].size:
+                    raise StateMismatch(
+                        entry.name, "it is larger than what is sent; create it before fetching"
+                    )
                 memory = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
             self._late.append(None if target.memory is not None else (target, memory))
             self._results.append(target.result)

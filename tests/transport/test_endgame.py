@@ -116,6 +116,42 @@ def test_a_wrong_second_copy_does_no_harm(make_transport: Make, make_proxy: Call
     assert torch.equal(into["w"], state["w"])
 
 
+def test_an_extent_that_takes_too_long_is_given_to_others_long_before_the_end(
+    make_transport: Make, make_proxy: Callable[..., Any]
+) -> None:
+    """Its source is never silent, and the others are busy, so that neither of these ends it."""
+    state = {"w": torch.randint(0, 256, (36 * MB,), dtype=torch.uint8)}
+    into = {"w": torch.zeros_like(state["w"])}
+    sources = [make_transport(chunk_bytes=MB // 4) for _ in range(3)]
+    for source in sources:
+        source.publish("v", state)
+
+    def crawl(proxy: Any, before: int, data: bytes) -> bytes | None:
+        if before < 10_000:
+            return data
+        for byte in data:
+            if proxy.stop.wait(0.02):
+                return None
+            proxy._sockets[1].send(bytes([byte]))
+        return b""
+
+    slow = make_proxy(sources[0].address, crawl)
+    paced = [
+        make_proxy(source.address, lambda proxy, before, data: proxy.stop.wait(0.01) or data)
+        for source in sources[1:]
+    ]
+    seen: list[tuple[int, str]] = []
+
+    def progress(report: Progress) -> None:
+        seen.append((report.bytes_done, report.sources[0].state))
+
+    make_transport(stall_s=0.4, streams=3).fetch(
+        [slow.address, *(proxy.address for proxy in paced)], "v", into, deadline_s=60, progress=progress
+    )
+    assert torch.equal(into["w"], state["w"])
+    assert any("took too long" in what and done < 32 * MB for done, what in seen)
+
+
 @pytest.fixture
 def mortal() -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, source_script, "5", "64"]
