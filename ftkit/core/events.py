@@ -56,6 +56,8 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
     """Why the epoch that they left is over; empty when all its members left it at the same boundary."""
     leaving: bool = False
     shrink_only: bool = False
+    unreached: tuple[str, ...] = ()
+    """Members whose machines a rank could not reach when the last epoch came to nothing."""
     offered: int | None = None
     """The newest epoch that the ranks had been offered when they asked; None when they do not say.
 

@@ -60,7 +60,10 @@ def those_who_left(seen: Seen, replica_id: str, running: Epoch) -> list[str]:
 
 
 def outsiders(seen: Seen, running: Epoch, policy: Policy) -> dict[str, float]:
-    """Name those outside the epoch who hold a ticket and would be admitted, and since when they ask."""
+    """Name those outside the epoch who hold a ticket and would be admitted, and since when they ask.
+
+    Who cannot reach a member would not be admitted.
+    """
     if policy.max_replicas and len(running.seats) >= policy.max_replicas:
         return {}
     if not seen.tickets_seen:
@@ -69,5 +72,7 @@ def outsiders(seen: Seen, running: Epoch, policy: Policy) -> dict[str, float]:
     return {
         r: since
         for r, since in seen.tickets_seen.items()
-        if not seen.tickets[r].leaving and (r, seen.tickets[r].incarnation) not in inside
+        if not seen.tickets[r].leaving
+        and (r, seen.tickets[r].incarnation) not in inside
+        and not any(running.seat(name) for name in seen.tickets[r].unreached)
     }

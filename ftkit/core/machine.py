@@ -142,6 +142,7 @@ class Member:
             version=self.want.version,
             leaving=self.want.leaving,
             shrink_only=self.want.shrink_only,
+            unreached=self.want.unreached,
         )
 
     def _leave_in_error(self, epoch: int, why: str) -> None:

@@ -91,6 +91,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: Version = FRESH
     leaving: bool = False
     shrink_only: bool = False
+    unreached: tuple[str, ...] = ()
+    """Live members of the last epoch that came to nothing whose machines this member could not reach."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

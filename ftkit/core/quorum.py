@@ -93,8 +93,9 @@ def proposers(view: View) -> tuple[str, ...]:
 def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
     """Apply the six rules of epoch formation to what was seen.
 
-    1 candidates hold a ticket; 2 live members are waited for; 3 `min_replicas`; 4 intersection with the
-    current epoch; 5 `shrink_only`; 6 the new id is above every epoch that a candidate has been in.
+    1 candidates hold a ticket, and can reach each other; 2 live members are waited for; 3 `min_replicas`;
+    4 intersection with the current epoch; 5 `shrink_only`; 6 the new id is above every epoch that a candidate
+    has been in.
     """
     tickets = {r: t for r in view.tickets if (t := standing_ticket(view, r)) is not None}
     leaving = {r for r, t in tickets.items() if t.leaving}
@@ -115,6 +116,7 @@ def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
         )
 
     chosen = _admit(view, candidates, old, policy)  # rule 5
+    chosen = _within_reach(candidates, chosen, old, policy)
     if len(chosen) < policy.min_replicas:  # rule 3
         return Wait(reason=f"{len(chosen)} of at least {policy.min_replicas} replica groups are ready")
     best = max(candidates[r].version for r in chosen)
@@ -152,6 +154,45 @@ def _admit(view: View, candidates: Mapping[str, Ticket], old: list[str], policy:
         # Somebody must bring the newest state.
         order.sort(key=lambda r: candidates[r].version < best)
     return sorted(order[:limit])
+
+
+def _within_reach(
+    candidates: Mapping[str, Ticket], chosen: list[str], old: list[str], policy: Policy
+) -> list[str]:
+    """Leave out as few members as may be, so that all others can reach each other (I6).
+
+    Nobody is left out who alone has the newest state, nor when too few would remain: then there is nothing
+    to gain, and all meet again.
+    """
+    apart: dict[str, set[str]] = {r: set() for r in chosen}
+    for r in chosen:
+        for other in candidates[r].unreached:
+            if other in apart and other != r:
+                apart[r].add(other)
+                apart[other].add(r)
+    if not any(apart.values()):
+        return chosen
+    best = max(candidates[r].version for r in chosen)
+    members = set(old)
+    for newest_first in (False, True):
+        order = sorted(
+            chosen,
+            key=lambda r: (
+                newest_first and candidates[r].version < best,
+                len(apart[r]),
+                r not in members,
+                candidates[r].version < best,
+                r,
+            ),
+        )
+        kept: set[str] = set()
+        for r in order:
+            if not apart[r] & kept:
+                kept.add(r)
+        whole = any(candidates[r].version == best for r in kept)
+        if whole and len(kept) >= policy.min_replicas and (kept & members or not members):
+            return sorted(kept)
+    return chosen
 
 
 def _is_over_for(view: View, seat: Seat) -> bool:

@@ -42,6 +42,8 @@ class WantEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="want"):
     failed: str = ""
     leaving: bool = False
     shrink_only: bool = False
+    unreached: tuple[str, ...] = ()
+    """Members whose machines this rank cannot reach; it asks again when that changes."""
     offered: int | None = None
     """The newest epoch that this rank had been offered when it asked; None: it does not say.
 

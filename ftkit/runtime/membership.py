@@ -11,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from ftkit.config import Settings
 from ftkit.core.model import Epoch
 from ftkit.core.plan import Plan
 from ftkit.core.vote import Lineage
 from ftkit.errors import Aborted, GroupError, QuorumTimeout
+from ftkit.groups.reach import unreachable
 from ftkit.keeper.client import KeeperClient
 from ftkit.keeper.messages import EpochOffer, WantEpoch
 from ftkit.runtime.inbox import Inbox
@@ -29,6 +32,12 @@ FAREWELL_S = 2.0
 
 LOOK_AROUND_S = 1.0
 REPORT_WAIT_S = 10.0
+
+REACH_S = 1.0
+"""How long a machine may take to answer; more than a packet that is lost once and sent again."""
+
+REPROBE_S = 5.0
+"""How often a member that waits for an epoch looks whether those who did not answer do so now."""
 
 
 class Membership:
@@ -59,6 +68,9 @@ class Membership:
         self.error_is_own = False
         self.left_out = False
         """The others have gone on without this group."""
+        self._want = WantEpoch(version=lineage.version)
+        self._peers: dict[str, str] = {}
+        """Rendezvous addresses of the others in the last epoch, while that has not come to anything."""
 
     # -- the end of an epoch -------------------------------------------------------------------------
 
@@ -116,10 +128,29 @@ class Membership:
         """Ask for the next epoch."""
         self.record("want")
         self._links.begin()
-        version = self._lineage.version
-        self._keeper.send(
-            WantEpoch(version=version, failed=failed, shrink_only=shrink_only, offered=self._inbox.offered)
+        want = WantEpoch(
+            version=self._lineage.version,
+            failed=failed,
+            shrink_only=shrink_only,
+            offered=self._inbox.offered,
+            unreached=self._unreached(),
         )
+        if want.unreached:
+            logger.warning("no connection to %s, who are live members", ", ".join(want.unreached))
+        self._want = want
+        self._keeper.send(want)
+
+    def _unreached(self) -> tuple[str, ...]:
+        """Name the members whom this machine cannot reach, if the last epoch came to nothing (I6)."""
+        return unreachable(self._peers, REACH_S) if self._peers else ()
+
+    def _look_again(self) -> None:
+        """Ask anew when somebody can be reached now who could not before, or the other way round."""
+        unreached = self._unreached()
+        if unreached != self._want.unreached:
+            logger.info("no connection to %s now", ", ".join(unreached) or "nobody")
+            self._want = msgspec.structs.replace(self._want, unreached=unreached)
+            self._keeper.send(self._want)
 
     def wait_offer(self, timeout_s: float, interrupted: Callable[[], bool]) -> EpochOffer | None:
         """Wait for an epoch, and say now and then what for; None when interrupted.
@@ -127,7 +158,7 @@ class Membership:
         Raises:
             QuorumTimeout: none formed in time.
         """
-        begun = reported = time.monotonic()
+        begun = reported = looked = time.monotonic()
         while True:
             left = begun + timeout_s - time.monotonic()
             offer = self._inbox.take_offer(max(0.0, min(LOOK_AROUND_S, left)), interrupted)
@@ -136,6 +167,9 @@ class Membership:
             now = time.monotonic()
             if now >= begun + timeout_s:
                 raise QuorumTimeout(f"no epoch formed within {timeout_s:g} s: {self._inbox.waiting}")
+            if self._want.unreached and now - looked >= REPROBE_S:
+                self._look_again()
+                looked = time.monotonic()
             if now - reported >= REPORT_WAIT_S:
                 reported = now
                 logger.warning("still waiting after %.0f s: %s", now - begun, self._inbox.waiting)
@@ -147,6 +181,7 @@ class Membership:
         with self._lock:
             self.error, self.error_is_own, self.left_out = None, False, False
             self.epoch, self.plan = epoch, plan
+        self._peers = {r: record.rendezvous for r, record in offer.records.items() if r != me}
         self.record("epoch", members=[s.replica_id for s in epoch.seats])
         return plan
 
@@ -173,6 +208,7 @@ class Membership:
     def agree(self, doubt: bool) -> bool:
         """Say whether any member, or any rank of this group, has a doubt."""
         doubts = self._links.agree([int(doubt)])
+        self._peers = {}  # all have met
         if self._links.inner is not None:
             doubts = self._links.agree(doubts, inside=True)
         return bool(doubts[0])

@@ -286,6 +286,16 @@ def test_an_outsider_is_asked_in_after_the_gather_window() -> None:
     assert only(talk.tick(POLICY.gather_window), ev.Reconfigure).why == "joining: n"
 
 
+def test_an_outsider_that_cannot_reach_a_member_is_not_asked_in_until_it_can() -> None:
+    talk = Talk()
+    talk.run_in(1, "ab")
+    talk.change("members", "n", record("n"))
+    lost = Ticket(replica_id="n", incarnation="n1", epoch=2, unreached=("b",))
+    assert none_of(talk.change("tickets", "n", lost), ev.Reconfigure)
+    assert none_of(talk.tick(POLICY.gather_window + 1.0), ev.Reconfigure)
+    assert only(talk.change("tickets", "n", ticket("n", 2)), ev.Reconfigure).why == "joining: n"
+
+
 def test_if_an_outsider_is_not_admitted_the_wish_is_repeated_less_and_less_often() -> None:
     """Otherwise there would be a new epoch at each step."""
     talk = Talk()

@@ -279,3 +279,53 @@ def test_a_proposal_is_sane(seen: View, policy: Policy, now: float) -> None:
     assert all(decision.id >= seen.tickets[r].epoch > seen.tickets[r].version.epoch - 6 for r in ids)
     assert seen.epoch is None or decision.id > seen.epoch.id
     assert max(s.version for s in decision.seats) >= FRESH
+
+
+def parted(versions: dict[str, Version], apart: dict[str, str], **policy: Any) -> Propose | Wait:
+    """Let all members of epoch 7 ask for the next; `apart` says whom each of them cannot reach."""
+    current = epoch(7, dict.fromkeys(versions, V(6, 9)))
+    tickets = [ticket(r, 8, v, unreached=tuple(apart.get(r, ""))) for r, v in versions.items()]
+    return decide(view("".join(versions), tickets, current), Policy(**policy), 0.0)
+
+
+def test_those_who_cannot_reach_each_other_are_not_put_together_again() -> None:
+    """I6: one machine without a network must not keep all others from training."""
+    equal = dict.fromkeys("abcd", V(6, 9))
+    assert names(parted(equal, {"c": "abd", "a": "c", "b": "c", "d": "c"})) == "abd"
+    assert names(parted(equal, {"a": "bcd"})) == "bcd", "it is the only one to say so"
+    assert names(parted(equal, {"a": "cd", "b": "cd", "c": "ab", "d": "ab"})) == "ab"
+    assert names(parted(equal, {"a": "x"})) == "abcd", "whoever is not there parts nobody"
+
+
+def test_the_newest_state_is_not_left_out_for_a_network() -> None:
+    """I1: what one member alone has committed is worth more than the greater number."""
+    ahead = {"a": V(6, 9), "b": V(6, 9), "c": V(7, 10)}
+    assert names(parted(ahead, {"c": "ab"})) == "c"
+    assert names(parted(ahead, {"c": "a"})) == "bc"
+
+
+def test_when_too_few_would_remain_all_meet_again() -> None:
+    assert names(parted(dict.fromkeys("abc", V(6, 9)), {"a": "bc", "b": "ac"}, min_replicas=2)) == "abc"
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.integers(0, 2), min_size=1),
+    st.dictionaries(st.sampled_from("abcde"), st.sets(st.sampled_from("abcde"))),
+    st.integers(1, 3),
+)
+@settings(deadline=None)
+def test_all_meet_or_all_who_meet_can_reach_each_other(
+    steps: dict[str, int], apart: dict[str, set[str]], least: int
+) -> None:
+    versions = {r: V(6, step) for r, step in steps.items()}
+    current = epoch(7, dict.fromkeys(steps, V(6, 0)))
+    tickets = [ticket(r, 8, v, unreached=tuple(sorted(apart.get(r, ())))) for r, v in versions.items()]
+    decision = decide(view("".join(steps), tickets, current), Policy(min_replicas=least), 0.0)
+    if len(steps) < least:
+        assert isinstance(decision, Wait)
+        return
+    chosen = names(decision)
+    assert len(chosen) >= least
+    assert max(versions.values()) in {versions[r] for r in chosen}
+    if set(chosen) != set(steps):
+        assert not any(b in apart.get(a, ()) for a in chosen for b in chosen if a != b)

@@ -78,6 +78,29 @@ def test_of_two_sides_one_commits(cluster: MakeCluster, machines: Machines, tmp_
         c.end()
 
 
+def test_of_two_sides_that_both_reach_etcd_one_commits(
+    cluster: MakeCluster, machines: Machines, tmp_path: Path
+) -> None:
+    """I6: no lease runs out, so nobody is dead; those who reach each other must not wait for the others."""
+    names = [f"trainer-{i}" for i in range(4)]
+    with etcd_on(machines, "etcd", tmp_path, "etcd") as url:
+        c = cluster(url, lease_ttl=2, min_replicas=1, timeout=6)
+        groups = start(c, machines, names, "--period-ms", 20)
+        machines.part(names[:2], names[2:], network="data")
+        since = time.monotonic()
+        sides = (groups[:2], groups[2:])
+        c.wait(
+            lambda: any(all(len(g.commits(since + 1.0, 2)) >= 20 for g in side) for side in sides),
+            "one side",
+            groups,
+        )
+        assert not all(g.commits(since + 1.0) for g in groups)
+        machines.join("data")
+        c.wait_together(groups, since=time.monotonic())
+        c.check_versions()
+        c.end()
+
+
 def ballot_waits(machines: Machines, host: str) -> bool:
     """Say whether something that a peer has sent lies unread in a socket of a machine."""
     table = subprocess.run(machines.command(host, "cat", "/proc/net/tcp"), capture_output=True, check=True)

@@ -45,7 +45,11 @@ class Job:
 
     def can_talk(self, a: Trainer, b: Trainer) -> bool:
         """Whether two members can reach each other."""
-        return self.islands.get(a.name, 0) == self.islands.get(b.name, 0)
+        return self.islands_meet(a.name, b.name)
+
+    def islands_meet(self, a: str, b: str) -> bool:
+        """Whether the machines of two members can reach each other."""
+        return self.islands.get(a, 0) == self.islands.get(b, 0)
 
     def trainers(self) -> list[Trainer]:
         """Return the live trainers."""

@@ -18,6 +18,8 @@ from simulation.run import (
     run,
 )
 
+from ftkit.core import quorum
+
 BLOCK = 250
 
 
@@ -103,6 +105,25 @@ def test_a_member_without_word_from_etcd_stops_before_it_may_be_replaced() -> No
     fenced = next(when for when, _, what in outcome.story if "no word from etcd" in what)
     replaced = next(when for when, who, what in outcome.story if who == "etcd" and what.startswith("epoch 2"))
     assert 3.0 + POLICY.outage_grace <= fenced < replaced
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_member_that_the_others_cannot_reach_does_not_hold_them_up(
+    who: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I6, while it lasts: etcd hears them all, so no lease runs out. Without its rule nobody commits."""
+
+    def commits_meanwhile() -> int:
+        fault = Fault(3.0, "island", who, 30.0)
+        outcome = run(Schedule(seed=1, num_replicas=3, faults=(fault,), window=45.0), keep_story=True)
+        assert not outcome.violation
+        assert outcome.checks is not None
+        lived = outcome.checks.lived.values()
+        return sum(12.0 < when < 32.0 for life in lived for when in life.commits.values())
+
+    assert commits_meanwhile() > 50
+    monkeypatch.setattr(quorum, "_within_reach", lambda candidates, chosen, old, policy: chosen)
+    assert commits_meanwhile() == 0
 
 
 def test_the_simulation_has_seen_what_it_is_for() -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from simulation.group import Group
 from simulation.world import Pipe, Violation
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from simulation.replica import Replica
 
 COLLECTIVE_S, RENDEZVOUS_S, HEAL_S, SUSPECT_S, SALVAGE_S = 2.5, 1.5, 3.0, 0.3, 1.0
+REPROBE_S = 1.0
+"""How often a member that waits looks whether those whom it did not reach answer now."""
 HOPELESS_S = 15.0
 """A trainer with a half-written state that nobody can heal ends after this long."""
 
@@ -40,6 +43,8 @@ class Trainer:
         self.alive, self.frozen = True, False
         self.phase = "wanting"
         self.entered: Epoch | None = None
+        self.met = True
+        """Whether the members of the epoch entered last have met."""
         self.group: Group | None = None
         self.plan: Plan | None = None
         self.want: ev.Want | None = None
@@ -153,6 +158,7 @@ class Trainer:
             raise Violation("I3", f"{self.name} is offered epoch {epoch.id} after having left it")
         self.want = None
         self.entered = epoch
+        self.met = False
         self.reconfigure, self.suspects = bool(self.leaving), ()
         self.new_task()
         self.plan = self.lineage.enter(epoch, self.name)
@@ -166,13 +172,41 @@ class Trainer:
         self.salvages = salvage
         version = self.lineage.version
         offered = 0 if self.entered is None else self.entered.id
-        self.want = ev.Want(version=version, failed=failed, shrink_only=salvage, offered=offered)
+        self.want = ev.Want(
+            version=version,
+            failed=failed,
+            shrink_only=salvage,
+            offered=offered,
+            unreached=self._unreached(),
+        )
         self.world.say(self.name, "wants an epoch at %s%s", version, f" ({failed})" if failed else "")
         self.tell_keeper(self.want)
+        if self.want.unreached:
+            self.world.say(self.name, "does not reach %s", self.want.unreached)
+            self.later(REPROBE_S, self._look_around)
         if version == BROKEN:
             self.later(HOPELESS_S, self._despair)
         if salvage:
             self.later(SALVAGE_S, self._want, "")
+
+    def _unreached(self) -> tuple[str, ...]:
+        """Name the members of the epoch that came to nothing whose machines do not answer."""
+        if self.met or self.entered is None:
+            return ()
+        job = self.replica.job
+        others = [job.replicas[s.replica_id] for s in self.entered.seats if s.replica_id != self.name]
+        return tuple(r.name for r in others if not job.islands_meet(self.name, r.name) or r.machine_frozen)
+
+    def _look_around(self) -> None:
+        """While waiting for an epoch, find out whether those who did not answer do so now."""
+        if self.want is None:
+            return
+        unreached = self._unreached()
+        if unreached != self.want.unreached:
+            self.want = msgspec.structs.replace(self.want, unreached=unreached)
+            self.tell_keeper(self.want)
+        if unreached:
+            self.later(REPROBE_S, self._look_around)
 
     def _despair(self) -> None:
         self.world.say(self.name, "ends: nobody can heal it")
@@ -252,6 +286,7 @@ class Trainer:
             return
         self.new_task()
         if phase == "configure":
+            self.met = True
             self._heal()
         elif phase == "healed":
             self._begin_step()
