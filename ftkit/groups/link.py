@@ -17,14 +17,24 @@ from typing import Any
 import msgspec
 
 from ftkit.errors import GroupError
-from ftkit.groups.store import LENGTH, MAX_MESSAGE, notice_dead_hosts, pack, split_address
+from ftkit.groups.store import (
+    LENGTH,
+    MAX_MESSAGE,
+    notice_dead_hosts,
+    pack,
+    prove,
+    split_address,
+    without_key,
+)
 
 
 class StoreLink:
     """One member's connection to a store, for one rendezvous."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
+        """`address` is the store's, with its key."""
+        self.address = without_key(address)
+        self._whole_address = address
         self.local_host = ""
         """The address of this machine that the store sees: the one to listen on for the peers."""
         self._sock: socket.socket | None = None
@@ -59,8 +69,15 @@ class StoreLink:
         raise GroupError(f"the store at {self.address} cannot be reached ({problem}); its host may be dead")
 
     def join(self, prefix: str, rank: int, size: int) -> None:
-        """Enter the room of this prefix."""
-        self._send("join", prefix, rank, size)
+        """Enter the room of this prefix, with the proof that one may.
+
+        Raises GroupError when the store does not greet in time.
+        """
+        greeting = self._wait("nonce", self._deadline)
+        if greeting is None or not isinstance(greeting[1], bytes):
+            raise GroupError(f"the store at {self.address} does not answer; its host may be dead")
+        proof = prove(self._whole_address, greeting[1], prefix, rank, size)
+        self._send("join", prefix, rank, size, proof)
 
     def wait_all(self, deadline: float) -> bool:
         """Wait until all members are there; say whether they came before `deadline`."""
@@ -176,7 +193,7 @@ class StoreLink:
             return None
         try:
             message = msgspec.msgpack.decode(bytes(self._inbox[LENGTH.size : end]), type=list)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise GroupError(f"what answers at {self.address} is no rendezvous store: {error}") from error
         del self._inbox[:end]
         return message

@@ -47,7 +47,7 @@ class Attempt:
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         self.link = StoreLink(store)
-        self.phase = f"the store at {store} does not answer; its host is dead, frozen or cut off"
+        self.phase = f"the store at {self.link.address} does not answer; its host is dead, frozen or cut off"
         self.given_up: str | None = None
         self.error: Exception | None = None
         self.cut_parts: Callable[[], None] = _nothing

@@ -6,17 +6,24 @@ has gone. It is not torch's TCPStore, because that one looks up the name of ever
 slow or absent DNS server each connection costs seconds. Knows nothing of torch, gloo or etcd.
 
 A message is a length (4 bytes, big endian) and a msgpack list, whose first item says what it is. From a
-member: `join prefix rank size`, `set key value`, `get key`, `missing`, `done`. To it: `all`,
-`value key value`, `missing ranks`, `lost rank`, `refused why`.
+member: `join prefix rank size proof`, `set key value`, `get key`, `missing`, `done`. To it: `nonce bytes`,
+`all`, `value key value`, `missing ranks`, `lost rank`, `refused why`.
+
+Only who knows the store's key may join. It is part of the address, which members read in etcd; what travels
+is a proof of knowing it (HMAC-SHA256 over the store's nonce). Strangers are few at a time and have little
+time; what they send is bounded before it is read, and costs them their connection.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
+import secrets
 import selectors
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,16 +37,36 @@ log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("!I")
 MAX_MESSAGE = 1 << 20
+MAX_FIRST_MESSAGE = 1 << 10
+MAX_STRANGERS = 64
+"""Callers that have not joined; when more come, the one that has been there longest goes."""
+JOIN_S = 10.0
+"""A caller that has not joined by then goes."""
+MOST_RANKS = 1 << 20
 _WILDCARDS = ("", "0.0.0.0", "::")
+_KEY_BYTES = 16
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port`; raise ConfigError when it is neither."""
+    """Split `host:port` or `[v6]:port`, with or without a key; raise ConfigError when it is neither."""
+    address = without_key(address)
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{address!r} is no store address; it should read host:port")
     return host, int(port)
+
+
+def without_key(address: str) -> str:
+    """Return an address without the store's key: for messages, which others may read."""
+    return address.partition("#")[0]
+
+
+def prove(address: str, nonce: bytes, prefix: str, rank: int, size: int) -> bytes:
+    """Return the proof that one knows the key in a store's address."""
+    key = address.partition("#")[2]
+    text = f"ftkit store 1|{nonce.hex()}|{rank}|{size}|{prefix}"
+    return hmac.digest(key.encode(), text.encode(), "sha256")
 
 
 def join_address(host: str, port: int) -> str:
@@ -65,6 +92,9 @@ def notice_dead_hosts(sock: socket.socket) -> None:
 @dataclass(eq=False, slots=True)
 class _Caller:
     sock: socket.socket
+    nonce: bytes
+    until: float
+    """Monotonic time by which it must have joined."""
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
     room: _Room | None = None
@@ -87,7 +117,7 @@ class RendezvousStore:
     """Host a store in this process for as long as it lives, listening on `bind` only.
 
     `advertise` is the host that the others use; by default `bind` itself, or this machine's name when
-    `bind` is a wildcard.
+    `bind` is a wildcard. `address` is what they are told, `host:port#key`: a secret of the job's members.
     """
 
     def __init__(self, bind: str = "127.0.0.1", advertise: str | None = None) -> None:
@@ -100,9 +130,12 @@ class RendezvousStore:
             raise ConfigError(f"the rendezvous store cannot listen on {bind!r}: {error}") from error
         self._listener.setblocking(False)
         host = advertise or (socket.gethostname() if bind in _WILDCARDS else bind)
-        self.address = join_address(host, int(self._listener.getsockname()[1]))
+        where = join_address(host, int(self._listener.getsockname()[1]))
+        self.address = f"{where}#{secrets.token_hex(_KEY_BYTES)}"
         self._rooms: dict[str, _Room] = {}
         self._callers: set[_Caller] = set()
+        self._strangers: dict[_Caller, None] = {}
+        """Callers that have not joined, the oldest first."""
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -149,13 +182,14 @@ class RendezvousStore:
     def _serve(self) -> None:
         try:
             while not self._is_closed:
-                for key, events in self._selector.select():
+                for key, events in self._selector.select(JOIN_S if self._strangers else None):
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif key.data is not None:
+                    elif key.data in self._callers:
                         self._attend(key.data, events)
+                self._dismiss_the_slow()
         except Exception:
-            log.exception("the rendezvous store at %s broke down", self.address)
+            log.exception("the rendezvous store at %s broke down", without_key(self.address))
         finally:
             for caller in list(self._callers):
                 caller.sock.close()
@@ -165,13 +199,26 @@ class RendezvousStore:
             self._rooms.clear()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # gone again, or out of descriptors: the caller will see it
+        try:
             sock, _ = self._listener.accept()
-            sock.setblocking(False)
+        except OSError:  # gone again; or out of descriptors, then it would be tried again without a pause
+            time.sleep(0.01)
+            return
+        sock.setblocking(False)
+        with suppress(OSError):  # gone already, as reading will show
             notice_dead_hosts(sock)
-            caller = _Caller(sock)
-            self._callers.add(caller)
-            self._selector.register(sock, selectors.EVENT_READ, caller)
+        caller = _Caller(sock, secrets.token_bytes(16), time.monotonic() + JOIN_S)
+        self._callers.add(caller)
+        self._selector.register(sock, selectors.EVENT_READ, caller)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._hang_up(next(iter(self._strangers)))
+        self._strangers[caller] = None
+        self._say(caller, "nonce", caller.nonce)
+
+    def _dismiss_the_slow(self) -> None:
+        now = time.monotonic()
+        while self._strangers and next(iter(self._strangers)).until <= now:
+            self._hang_up(next(iter(self._strangers)))
 
     def _attend(self, caller: _Caller, events: int) -> None:
         try:
@@ -186,7 +233,7 @@ class RendezvousStore:
                 self._read(caller)
         except BlockingIOError:
             pass
-        except (OSError, ValueError, TypeError, IndexError) as error:
+        except (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             log.debug("the rendezvous store hangs up on rank %d: %r", caller.rank, error)
             self._hang_up(caller)
 
@@ -194,7 +241,7 @@ class RendezvousStore:
         inbox = caller.inbox
         while len(inbox) >= LENGTH.size and caller in self._callers:
             (length,) = LENGTH.unpack_from(inbox)
-            if length > MAX_MESSAGE:
+            if length > (MAX_FIRST_MESSAGE if caller.room is None else MAX_MESSAGE):
                 raise ValueError(f"a message of {length} bytes")
             end = LENGTH.size + length
             if len(inbox) < end:
@@ -206,18 +253,21 @@ class RendezvousStore:
     def _handle(self, caller: _Caller, message: list[Any]) -> None:
         kind, room = message[0], caller.room
         if kind == "join":
-            self._join(caller, str(message[1]), int(message[2]), int(message[3]))
+            prefix, rank, size, proof = msgspec.convert(message[1:], tuple[str, int, int, bytes])
+            if not hmac.compare_digest(proof, prove(self.address, caller.nonce, prefix, rank, size)):
+                raise ValueError("it does not know the store's key")
+            self._join(caller, prefix, rank, size)
         elif room is None:
             raise ValueError(f"{kind!r} before a room was joined")
         elif kind == "set":
-            key, value = str(message[1]), bytes(message[2])
+            key, value = msgspec.convert(message[1:], tuple[str, bytes])
             room.values[key] = value
             for member in list(room.members.values()):
                 if key in member.wanted:
                     member.wanted.discard(key)
                     self._say(member, "value", key, value)
         elif kind == "get":
-            key = str(message[1])
+            (key,) = msgspec.convert(message[1:], tuple[str])
             if key in room.values:
                 self._say(caller, "value", key, room.values[key])
             else:
@@ -230,7 +280,7 @@ class RendezvousStore:
             raise ValueError(f"an unknown message {kind!r}")
 
     def _join(self, caller: _Caller, prefix: str, rank: int, size: int) -> None:
-        if caller.room is not None or not 0 <= rank < size:
+        if caller.room is not None or not 0 <= rank < size <= MOST_RANKS:
             raise ValueError(f"rank {rank} of {size} cannot join")
         room = self._rooms.setdefault(prefix, _Room(prefix, size))
         if room.size != size:
@@ -240,6 +290,7 @@ class RendezvousStore:
             self._say(caller, "refused", f"there is a rank {rank} here already")
             return
         caller.room, caller.rank = room, rank
+        self._strangers.pop(caller, None)
         room.members[rank] = caller
         if room.lost is not None:
             self._say(caller, "lost", room.lost)
@@ -252,6 +303,7 @@ class RendezvousStore:
         if caller not in self._callers:
             return
         self._callers.discard(caller)
+        self._strangers.pop(caller, None)
         self._selector.unregister(caller.sock)
         caller.sock.close()
         room = caller.room

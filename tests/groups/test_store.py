@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -11,8 +12,18 @@ import pytest
 
 from ftkit.errors import ConfigError, GroupError
 from ftkit.groups import sockets
+from ftkit.groups import store as module
 from ftkit.groups.link import StoreLink
-from ftkit.groups.store import RendezvousStore, join_address, split_address
+from ftkit.groups.store import (
+    LENGTH,
+    MAX_STRANGERS,
+    RendezvousStore,
+    join_address,
+    pack,
+    prove,
+    split_address,
+    without_key,
+)
 
 
 def test_the_store_listens_on_its_address_only() -> None:
@@ -62,7 +73,11 @@ def test_addresses_survive_being_written_and_read(host: str) -> None:
 
 
 def meet(store: RendezvousStore, prefix: str, rank: int, size: int) -> StoreLink:
-    link = StoreLink(store.address)
+    return meet_as(store.address, prefix, rank, size)
+
+
+def meet_as(address: str, prefix: str, rank: int, size: int) -> StoreLink:
+    link = StoreLink(address)
     link.connect(time.monotonic() + 10)
     link.join(prefix, rank, size)
     return link
@@ -120,6 +135,91 @@ def test_noise_does_no_harm(noise: bytes) -> None:
             assert all(link.wait_all(time.monotonic() + 10) for link in links)
         for link in links:
             link.finish()
+
+
+def test_who_does_not_know_the_key_takes_no_place_and_reads_nothing() -> None:
+    """Prefixes can be guessed; who joins may publish the address that the members then connect to."""
+    with RendezvousStore() as store:
+        for address in (without_key(store.address), without_key(store.address) + "#" + "0" * 32):
+            stranger = meet_as(address, "epoch/1", 0, 2)
+            with pytest.raises(GroupError, match=r"hung up|is lost"):
+                stranger.wait_all(time.monotonic() + 10)
+            stranger.close()
+        links = [meet(store, "epoch/1", rank, 2) for rank in range(2)]
+        assert all(link.wait_all(time.monotonic() + 10) for link in links)
+        for link in links:
+            assert store.address.partition("#")[2] not in link.address, "messages name it"
+            link.finish()
+
+
+def test_a_proof_is_good_for_one_connection_and_one_place() -> None:
+    with RendezvousStore() as store:
+        proofs = {prove(store.address, nonce, "e", rank, 2) for nonce in (b"1", b"2") for rank in (0, 1)}
+        assert len(proofs | {prove(store.address, b"1", "f", 0, 2), prove("h:1#k", b"1", "e", 0, 2)}) == 6
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ("join", "epoch/1", 0, 10**15, b""),
+        ("join", "epoch/1", float("inf"), 2, b""),
+        ("set", "key", 10**12),
+        ("get", ["key"]),
+        ("no such thing",),
+        (),
+        (None,),
+    ],
+)
+def test_what_is_no_message_costs_its_sender_the_connection_and_nobody_else_anything(message: tuple) -> None:
+    """A size that nobody has, taken at its word, would fill the memory of the trainer that hosts it."""
+    with RendezvousStore() as store:
+        with socket.create_connection(split_address(store.address), 10) as stranger:
+            stranger.sendall(pack(*message))
+            while stranger.recv(100):
+                pass
+        member = meet(store, "epoch/1", 0, 2)
+        member._send(*message)
+        with pytest.raises(GroupError, match=r"hung up|is lost"):
+            member.wait_all(time.monotonic() + 10)
+        member.close()
+        again = [meet(store, "epoch/2", rank, 2) for rank in range(2)]
+        assert all(link.wait_all(time.monotonic() + 10) for link in again)
+        for link in again:
+            link.finish()
+
+
+def test_messages_nested_too_deep_do_not_break_the_store_down() -> None:
+    with RendezvousStore() as store:
+        deep = b"\x91" * 900
+        with socket.create_connection(split_address(store.address), 10) as stranger:
+            stranger.sendall(LENGTH.pack(len(deep)) + deep)
+            while stranger.recv(100):
+                pass
+        meet(store, "epoch/1", 0, 1).finish()
+
+
+def test_a_crowd_of_strangers_does_not_keep_the_members_out() -> None:
+    with RendezvousStore() as store, contextlib.ExitStack() as crowd:
+        for _ in range(3 * MAX_STRANGERS):
+            crowd.enter_context(socket.create_connection(split_address(store.address), 10))
+        links = [meet(store, "epoch/1", rank, 2) for rank in range(2)]
+        assert all(link.wait_all(time.monotonic() + 10) for link in links)
+        until = time.monotonic() + 10
+        while len(store._strangers) > MAX_STRANGERS and time.monotonic() < until:
+            threading.Event().wait(0.005)
+        assert len(store._callers) <= MAX_STRANGERS + 2
+        for link in links:
+            link.finish()
+
+
+def test_a_stranger_that_only_sits_there_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOIN_S", 0.2)
+    with (
+        RendezvousStore() as store,
+        socket.create_connection(split_address(store.address), 10) as stranger,
+    ):
+        while stranger.recv(100):
+            pass
 
 
 def test_a_closed_store_is_an_error_for_those_who_wait() -> None:
