@@ -15,7 +15,7 @@ from pathlib import Path
 import tenacity
 
 from ftkit.chaos.kinds import OF_THREE
-from ftkit.errors import ConfigError, EtcdError, EtcdNoSpace, FtkitError
+from ftkit.errors import ConfigError, EtcdError, EtcdNoSpace, EtcdUnavailable, FtkitError
 from ftkit.keeper.embedded import EtcdCluster, EtcdServer, find_etcd
 from ftkit.keeper.etcd import Etcd, EtcdSettings, EtcdStatus
 from ftkit.keeper.keys import JobKeys
@@ -25,6 +25,7 @@ PASSWORD = "chaos"
 QUOTA = 16_000_000
 """Bytes that the database may have: little, so that it can be filled."""
 _FILLER = "/filler/"
+_PIECE = 250_000
 
 Undo = Callable[[], None]
 
@@ -135,10 +136,11 @@ class Servers:
                     client.revoke(member.lease)
 
     def _fill(self) -> None:
-        """Write until etcd refuses."""
+        """Write until etcd refuses; what a busy server does not get done in time is tried no more."""
         with contextlib.suppress(EtcdNoSpace), self.client(root=True) as client:
-            for number in range(2 * QUOTA // 500_000):
-                client.put(f"{_FILLER}{number}", os.urandom(500_000))
+            for number in range(2 * QUOTA // _PIECE):
+                with contextlib.suppress(EtcdUnavailable):
+                    client.put(f"{_FILLER}{number}", os.urandom(_PIECE))
 
     def _make_room(self) -> None:
         """Do what the error message advises, until it has succeeded: compact, defragment, disarm."""
