@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch.distributed import Work
 
 from ftkit.config import Settings
-from ftkit.core.plan import Plan
 from ftkit.core.vote import Lineage, Verdict, tally
-from ftkit.errors import FtkitError, GroupError, HealError, Left, StepFailed
+from ftkit.errors import FtkitError, GroupError, Left, StepFailed
 from ftkit.keeper.client import KeeperClient
-from ftkit.keeper.messages import EpochOffer, GoodbyeKeeper
+from ftkit.keeper.messages import GoodbyeKeeper
 from ftkit.keeper.progress import Phase
 from ftkit.runtime.collectives import Collective, Collectives
+from ftkit.runtime.entry import Entry
 from ftkit.runtime.healing import Healer
 from ftkit.runtime.inbox import Inbox
 from ftkit.runtime.links import Links, first_line
 from ftkit.runtime.membership import Membership
 from ftkit.runtime.progress import Progress
 from ftkit.runtime.reformer import Reformer
-from ftkit.runtime.side_by_side import SideBySide
 from ftkit.runtime.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,14 @@ class Step:
         self.lineage = lineage
         self.membership = membership
         self._progress = progress
-        self._settle = settle
+        self._entry = Entry(
+            membership=membership,
+            links=links,
+            healer=healer,
+            lineage=lineage,
+            progress=progress,
+            settle=settle,
+        )
         self._weights = Weights(links)
         self.started = False
         self.begun_by: tuple[str, ...] = ()
@@ -73,7 +78,6 @@ class Step:
         self._planned = False
         self._failures_in_a_row = 0
         self._own_failures = 0
-        self._first_commit_due = False
         self.collectives = Collectives(self._launch, self.fail)
         self._reformer = Reformer(
             membership, lambda: self.collectives, form=links.form, may_salvage=self._may_salvage
@@ -104,7 +108,7 @@ class Step:
 
     def stalled_s(self) -> float:
         """Seconds for which peers have been waited for without any progress; 0 when none are."""
-        waits = [self._blocked_since, self._links.voting_since()]
+        waits = [self._blocked_since, self._entry.blocked_since, self._links.voting_since()]
         if self.collectives.num_pending():
             waits.append(self.collectives.moved_at)
         return max((time.monotonic() - w for w in waits if w is not None), default=0.0)
@@ -113,6 +117,7 @@ class Step:
         """Count what waits for peers right now."""
         others = (
             self._blocked_since is not None,
+            self._entry.blocked_since is not None,
             self._links.voting_since() is not None,
             self._reformer.busy,
         )
@@ -133,7 +138,7 @@ class Step:
             if membership.epoch is None or membership.error is not None or self._planned:
                 self._change_epoch()
             elif unfinished is not None:
-                self._finish_entering(unfinished)
+                self._entry.finish(unfinished)
             else:
                 break
         if self._inbox.fatal is not None:
@@ -298,8 +303,8 @@ class Step:
             return
         self.lineage.commit()
         self._failures_in_a_row = self._own_failures = 0
-        if self._first_commit_due:
-            self._first_commit_due = False
+        if self._entry.first_commit_due:
+            self._entry.first_commit_due = False
             self.membership.record("commit")
         self._progress.committed(self.lineage.version)
 
@@ -329,80 +334,10 @@ class Step:
             return
         if before is not None and [s[:2] for s in before.seats] != [s[:2] for s in offer.epoch.seats]:
             self._failures_in_a_row = 0
-        self._enter(offer)
+        self._entry.enter(offer)
 
     def _asked_to_leave(self) -> bool:
         return self.leaving is not None or self._inbox.leave is not None
-
-    def _enter(self, offer: EpochOffer) -> None:
-        """Meet the members and heal; when that fails, `membership.error` says why."""
-        self._progress.mark(Phase.CONFIGURING)
-        plan = self.membership.enter(offer)
-
-        def meet() -> None:
-            self.membership.meet(plan, offer)
-            # One who salvages a step meets us here too, and must hear that we cannot before it serves.
-            self.membership.agree(True)
-
-        with self._entering(offer):
-            with SideBySide(meet, self._healer.abort):  # the state travels meanwhile
-                self._prepare_heal(plan, offer)
-            self._complete_heal(plan)
-
-    def _finish_entering(self, offer: EpochOffer) -> None:
-        """Heal whoever is behind in an epoch that the reformer has met already, this member or another."""
-        plan = self.membership.plan
-        assert plan is not None, "met with a plan"
-        with self._entering(offer):
-            self._prepare_heal(plan, offer)
-            self._complete_heal(plan)
-
-    @contextmanager
-    def _entering(self, offer: EpochOffer) -> Iterator[None]:
-        """Wait for peers in the body; an epoch in which it fails has come to nothing."""
-        self._blocked_since = time.monotonic()
-        try:
-            yield
-        except (GroupError, HealError) as error:
-            self._come_to_nothing(offer, error)
-        finally:
-            self._healer.end()
-            self._blocked_since = None
-
-    def _come_to_nothing(self, offer: EpochOffer, error: Exception) -> None:
-        self.membership.report(error, own=self._healer.is_own_fault(error))
-        self._links.abort(first_line(error))
-        logger.warning("epoch %d came to nothing: %s", offer.epoch.id, first_line(error))
-
-    def _prepare_heal(self, plan: Plan, offer: EpochOffer) -> None:
-        if not plan.healing:
-            return
-        self._progress.mark(Phase.HEALING)
-        if plan.heals:
-            self.membership.record("healing", sources=list(plan.sources))
-        self._healer.prepare(plan, offer.records, self.lineage, self._settle)
-
-    def _complete_heal(self, plan: Plan) -> None:
-        healed = self._healer.complete(plan) if plan.healing else None
-        if plan.healing and self._links.inner is not None:
-            self._links.agree([0], inside=True)
-        self._links.form()
-        self.lineage.forget_undecided()
-        self._first_commit_due = True
-        membership = self.membership
-        if healed is not None:
-            self._progress.healed(healed.bytes)
-            membership.record("healed", bytes=healed.bytes, seconds=healed.seconds)
-            logger.info(
-                "healed to version %s: %.1f MB in %.3f s (%.2f GB/s) from %s",
-                plan.version,
-                healed.bytes / 1e6,
-                healed.seconds,
-                healed.bytes / max(healed.seconds, 1e-9) / 1e9,
-                ", ".join(healed.sources),
-            )
-        elif plan.heals:
-            membership.record("settled")
 
     def _count(self, failed: str) -> None:
         """Give up when the same members fail again and again."""
