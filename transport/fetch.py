@@ -132,6 +132,8 @@ class Fetch:
         swarm, turn = neighbours(self._joiners, self._own)
         if serve is None or manifest.num_chunks < MIN_SHARE * len(swarm) or len(swarm) == 1:
             return
+        if 2 * plan.bytes_in_place < manifest.size:
+            return  # most goes on to a device, so that there is little to serve
         now = time.monotonic()
         session.swarm = Swarm(manifest.num_chunks, len(swarm), turn, now)
         nothing = np.zeros(manifest.num_chunks, np.bool_)

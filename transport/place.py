@@ -94,6 +94,11 @@ class Plan:
             index += 1
         return result
 
+    @property
+    def bytes_in_place(self) -> int:
+        """Return how many of the bytes are received into memory where they stay."""
+        return sum(home.block.nbytes for home in self._homes if home.memory.device.type == "cpu")
+
     def in_place(self, start: int, end: int) -> bool:
         """Say whether the memory for these bytes stays as it is once they have come."""
         index = bisect.bisect_right(self._starts, start) - 1
@@ -148,7 +153,7 @@ class Plan:
         if home.staged is not None:
             home.memory.copy_(home.staged)
             wait_for_device(home.memory.device)
-            home.staged = None
+            home.staged = home.stage = None
         memory = home.memory
         if home.block.pack == "mask":
             memory = self._unpack(home)

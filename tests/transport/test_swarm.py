@@ -225,6 +225,20 @@ def test_a_joiner_that_sends_wrong_bytes_is_found_out(
     assert f"from {liar.address} have a wrong checksum" in caplog.text
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_joiners_on_a_device_do_not_wait_for_each_other(make_transport: Make) -> None:
+    state = new_state(64)
+    source = make_transport(chunk_bytes=256 * KB)
+    source.publish("v", state)
+    joiner, other = make_transport(), make_transport()
+    into = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in state.items()}
+    begun = time.monotonic()
+    joiner.fetch([source.address], "v", into, deadline_s=30, joiners=[joiner.address, other.address])
+    assert time.monotonic() - begun < 1
+    assert all(torch.equal(into[name].cpu(), state[name]) for name in state)
+
+
 def test_joiners_with_little_to_fetch_or_no_others_do_not_serve(make_transport: Make) -> None:
     source, joiner = make_transport(), make_transport()
     source.publish("v", {"a": torch.ones(3)})
