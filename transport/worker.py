@@ -30,8 +30,8 @@ HEDGE_S: Final = 0.1
 """How long a source may take to give the manifest before the next one is asked as well."""
 MAX_LOST: Final = 3
 """Broken connections in a row, without a byte in between, after which a source is asked no more."""
-WATCH_S: Final = 0.02
-"""Between two looks at what another joiner has; it answers once it has more."""
+WATCH_S: Final = 0.01
+"""Times the number of other joiners: between two looks at what one has. It answers once it has more."""
 VERSION_GRACE_S: Final = 0.5
 """How long a source may still have another version published: it may be about to change."""
 
@@ -215,10 +215,7 @@ class Worker:
             session.changed.notify_all()
         if new:
             session.start_thread(Worker(session, source, first=False).run)
-        if not have.all():
-            session.pause(WATCH_S)
-        else:
-            session.pause(float("inf"))
+        session.pause(float("inf") if have.all() else WATCH_S * len(session.peers))
 
     # bytes
 
