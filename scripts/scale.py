@@ -36,6 +36,8 @@ WORKER = Path(__file__).with_name("scale_member.py")
 JOB = "scale"
 STATS_S = 10.0
 SETTLE_S = 3.0
+WAVE = 100
+"""So many members start at a time: on a few processors, a thousand at once would starve etcd."""
 DEATH_S = 2.0
 """A death must be known by all after this time."""
 TOLERANCE = 1.1
@@ -224,8 +226,9 @@ def measure(num: int, args: argparse.Namespace) -> Row:
         workers = Workers(max(2, math.ceil(num / args.per_process)), setup)
         stack.callback(workers.close)
         began = time.monotonic()
-        workers.start(names)
-        workers.wait_held(num, 600.0)
+        for first in range(0, num, WAVE):
+            workers.start(names[first : first + WAVE])
+            workers.wait_held(min(num, first + WAVE), 600.0)
         held = time.monotonic()
         _, known = workers.wait_together(600.0)
         say(f"{num} members: {held - began:.1f} s to start, in one epoch after {known - began:.1f} s")

@@ -92,11 +92,11 @@ def parse_request(raw: bytes) -> Request:
         raise BadHead("a request must not have a body")
     if parts[2] == "HTTP/1.0":
         headers["connection"] = "close"
-    url = urlsplit(parts[1])
     try:
+        url = urlsplit(parts[1])
         query = {k: v[-1] for k, v in parse_qs(url.query, max_num_fields=16).items()}
     except ValueError as error:
-        raise BadHead("malformed query") from error
+        raise BadHead("malformed path or query") from error
     return Request(parts[0], url.path, query, headers)
 
 

@@ -43,6 +43,8 @@ MAX_STRANGERS = 64
 JOIN_S = 10.0
 """A caller that has not joined by then goes."""
 MOST_RANKS = 1 << 20
+BAD_MESSAGE = (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading from a caller may raise: it costs that caller the connection."""
 _WILDCARDS = ("", "0.0.0.0", "::")
 _KEY_BYTES = 16
 
@@ -233,7 +235,7 @@ class RendezvousStore:
                 self._read(caller)
         except BlockingIOError:
             pass
-        except (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except BAD_MESSAGE as error:
             log.debug("the rendezvous store hangs up on rank %d: %r", caller.rank, error)
             self._hang_up(caller)
 

@@ -168,6 +168,7 @@ def raw(transport: HTTPTransport, data: bytes, timeout: float = 10.0) -> bytes:
         b"\r\n\r\n",
         b"GET / HTTP/1.1\r\na: 1\r\na: 2\r\n\r\n",
         b"GET http://x/ HTTP/1.1\r\n\r\n",
+        b"GET //[ HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01\x02\x00\r\n\r\n",
         b"GET /?" + b"&".join(b"a=%d" % i for i in range(50)) + b" HTTP/1.1\r\n\r\n",
     ],
