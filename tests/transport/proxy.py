@@ -48,7 +48,11 @@ class Proxy:
         with contextlib.suppress(OSError):
             while not self.stop.is_set():
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
+                try:
+                    server = socket.create_connection(self._target)
+                except OSError:  # it is dead
+                    client.close()
+                    continue
                 self._sockets += [client, server]
                 self._start(self._pump, client, server, None)
                 self._start(self._pump, server, client, self._mangle)
