@@ -17,6 +17,9 @@ from ftkit.core.model import Abort, Control, Departed, Epoch, JobConfig, Record,
 log = logging.getLogger(__name__)
 
 HISTORY_KEPT = 1000
+HISTORY_BYTES = 64 * 1024 * 1024
+"""Room for the history in etcd, whose whole database has 2 GB by default; large epochs are kept less long."""
+_FEWEST_KEPT = 10
 
 _DECODERS: dict[Section, msgspec.json.Decoder[Any]] = {
     "members": msgspec.json.Decoder(Record),
@@ -100,6 +103,11 @@ class JobKeys:
         if section in ("members", "tickets", "departed", "control") and name:
             return section, name  # type: ignore[return-value]
         return None
+
+
+def history_kept(epoch_bytes: int) -> int:
+    """Return how many epochs of this size the history keeps."""
+    return max(_FEWEST_KEPT, min(HISTORY_KEPT, HISTORY_BYTES // max(1, epoch_bytes)))
 
 
 def encode(value: object) -> bytes:

@@ -20,7 +20,7 @@ from ftkit.core.model import Abort, JobConfig, Record
 from ftkit.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, JobMismatch, NameInUse
 from ftkit.keeper.admission import Admitted, restore_config, wait_for_name
 from ftkit.keeper.etcd import KV, Compare, Delete, DeletePrefix, Etcd, Get, LeaseLost, Op, Put
-from ftkit.keeper.keys import HISTORY_KEPT, JobKeys, decode, encode
+from ftkit.keeper.keys import JobKeys, decode, encode, history_kept
 from ftkit.keeper.lease import LeaseKeeper
 
 log = logging.getLogger(__name__)
@@ -347,6 +347,7 @@ class Writer:
         log.info("epoch %d proposed: %s", epoch.id, epoch.reason)
         if len(value) > _LARGE:
             self._etcd.txn([], [copy])
-        if epoch.id > HISTORY_KEPT:
-            oldest = self._keys.history_of(epoch.id - HISTORY_KEPT + 1)
+        kept = history_kept(len(value))
+        if epoch.id > kept:
+            oldest = self._keys.history_of(epoch.id - kept + 1)
             self._etcd.txn([], [DeletePrefix(self._keys.history, oldest)])
