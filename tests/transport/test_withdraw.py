@@ -264,38 +264,36 @@ def test_a_fetch_that_talks_nonsense_is_owed_everything(have: str) -> None:
 
 @pytest.mark.parametrize("same_host", [False, True])
 def test_no_moment_of_withdrawal_mixes_two_states(make_transport: Make, same_host: bool) -> None:
-    """Whatever a joiner gets is what was published under the name that it asked for."""
+    """Whatever a joiner gets is what was published; and what it has begun to get, it gets."""
     state = {f"p{i}": torch.zeros(1 << 17, dtype=torch.int32) for i in range(8)}
     source = make_transport(chunk_bytes=MB // 4, same_host=same_host)
-    version, over, pause, rng = 0, threading.Event(), threading.Event(), random.Random(1)
-    results: list[bool] = []
-
-    def join(streams: int) -> None:
-        joiner = make_transport(same_host=same_host, streams=streams)
-        into = copies(state)
-        while not over.is_set():
-            wanted = version
-            try:
-                joiner.fetch([source.address], f"{wanted}", into, deadline_s=1)
-            except TransportError:
-                continue
-            results.append(all(bool((tensor == wanted).all()) for tensor in into.values()))
-
-    threads = [threading.Thread(target=join, args=(streams,)) for streams in (1, 3)]
-    for thread in threads:
-        thread.start()
-    for number in range(1, 60):
+    joiner = make_transport(same_host=same_host, streams=3)
+    into, rng, pause = copies(state), random.Random(1), threading.Event()
+    for number in range(1, 13):
         for tensor in state.values():
             tensor.fill_(number)
         source.publish(f"{number}", state, snapshot=(snapshot := rng.random() < 0.3))
-        version = number
         if snapshot:
             for tensor in state.values():
                 tensor.fill_(-1)
-        pause.wait(rng.random() * 0.03)
+        seen, errors = threading.Event(), list[TransportError]()
+
+        def join(number: int = number, seen: threading.Event = seen, errors: Any = errors) -> None:
+            try:
+                joiner.fetch(
+                    [source.address], f"{number}", into, deadline_s=20, progress=lambda _: seen.set()
+                )
+            except TransportError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        if number % 2:
+            assert seen.wait(20)
+        pause.wait(rng.random() * 0.01)
         source.withdraw()
-    over.set()
-    for thread in threads:
-        thread.join(20)
-    assert len(results) > 3
-    assert all(results)
+        for tensor in state.values():
+            tensor.fill_(-1)
+        thread.join()
+        assert not (errors and number % 2)
+        assert errors or all(bool((tensor == number).all()) for tensor in into.values())
