@@ -30,6 +30,8 @@ _HEAD = struct.Struct("<IHcx")
 _GREETING = struct.Struct("<16sI")
 _SLICE_S = 0.02
 _MOST_VALUES = 64
+_MOST_CALLERS = 4 * FAN_OUT
+"""Callers that have not said who they are; when more come, the one that has been there longest goes."""
 
 
 class BallotBox:
@@ -101,35 +103,63 @@ class BallotBox:
         self._opening.append(listener)
         listener.bind((host, 0))
         listener.listen(FAN_OUT)
-        listener.settimeout(_SLICE_S)
+        listener.setblocking(False)
         nonce = secrets.token_bytes(16)
         address = join_address(host, listener.getsockname()[1])
         link.set(f"ballots/{self.rank}", nonce + address.encode())
         return listener, nonce
 
     def _accept(self, listener: socket.socket, nonce: bytes, expected: set[int], deadline: float) -> None:
-        while expected:
-            self._check()
-            if time.monotonic() > deadline:
-                raise GroupError(f"these ranks did not come: {', '.join(map(str, sorted(expected)))}")
-            try:
-                caller, _ = listener.accept()
-            except TimeoutError:
-                continue
-            caller.settimeout(max(0.001, min(1.0, deadline - time.monotonic())))
-            try:
-                given, rank = _GREETING.unpack(_receive(caller, _GREETING.size))
-            except (OSError, GroupError):
+        """Let the children in, whichever comes first; strangers may be silent or slow, and hold up nobody."""
+        callers: dict[int, tuple[socket.socket, bytearray]] = {}
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        try:
+            while expected:
+                self._check()
+                if time.monotonic() > deadline:
+                    raise GroupError(f"these ranks did not come: {', '.join(map(str, sorted(expected)))}")
+                for fd, _ in poll.poll(_SLICE_S * 1000):
+                    if fd == listener.fileno():
+                        with suppress(OSError):  # gone again
+                            caller, _ = listener.accept()
+                            caller.setblocking(False)
+                            callers[caller.fileno()] = (caller, bytearray())
+                            poll.register(caller, select.POLLIN)
+                        if len(callers) > _MOST_CALLERS:
+                            oldest = next(iter(callers))
+                            poll.unregister(oldest)
+                            callers.pop(oldest)[0].close()
+                    elif fd in callers and self._has_greeted(*callers[fd]):
+                        poll.unregister(fd)
+                        self._admit(*callers.pop(fd), nonce, expected)
+        finally:
+            for caller, _ in callers.values():
                 caller.close()
-                continue
-            if not hmac.compare_digest(given, nonce) or rank not in expected:
-                caller.close()  # a stranger
-                continue
-            expected.remove(rank)
-            self._keep(caller, rank)
         self._opening.remove(listener)
         listener.close()
         self._children.sort(key=lambda child: child[0])
+
+    @staticmethod
+    def _has_greeted(caller: socket.socket, greeting: bytearray) -> bool:
+        """Read on; say whether the greeting is whole, or will never be."""
+        try:
+            data = caller.recv(_GREETING.size - len(greeting))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        greeting += data
+        return not data or len(greeting) == _GREETING.size
+
+    def _admit(self, caller: socket.socket, greeting: bytearray, nonce: bytes, expected: set[int]) -> None:
+        if len(greeting) == _GREETING.size:
+            given, rank = _GREETING.unpack(greeting)
+            if hmac.compare_digest(given, nonce) and rank in expected:
+                expected.remove(rank)
+                self._keep(caller, rank)
+                return
+        caller.close()  # a stranger
 
     def _dial(self, link: StoreLink, deadline: float) -> None:
         published = link.get(f"ballots/{(self.rank - 1) // FAN_OUT}")

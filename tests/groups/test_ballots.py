@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -144,6 +145,27 @@ def test_a_stranger_takes_nobodys_place(store: RendezvousStore, make: Make) -> N
     boxes[1].configure(store.address, "s", 1, 2, timeout_s=20)
     thread.join()
     assert on_all(2, lambda r: boxes[r].highest([r])) == [[1], [1]]
+
+
+def test_strangers_that_say_nothing_hold_up_nobody(store: RendezvousStore, make: Make) -> None:
+    """Read one after the other, each would cost the members the time that it is given."""
+    boxes = make(2, 10)
+    thread = threading.Thread(target=lambda: boxes[0].configure(store.address, "s", 0, 2, timeout_s=20))
+    thread.start()
+    while not boxes[0]._opening:
+        time.sleep(0.001)
+    address = boxes[0]._opening[0].getsockname()
+    strangers = [socket.create_connection(address) for _ in range(200)]
+    for stranger in strangers[::2]:
+        stranger.sendall(b"half a greet")
+    boxes[1].configure(store.address, "s", 1, 2, timeout_s=20)
+    thread.join()
+    assert on_all(2, lambda r: boxes[r].highest([r])) == [[1], [1]]
+    for stranger in strangers:
+        stranger.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):  # what it said was not read to the end
+            assert stranger.recv(1) == b""
+        stranger.close()
 
 
 def test_sockets_stay_flat_over_many_epochs(store: RendezvousStore, make: Make) -> None:
