@@ -55,7 +55,7 @@ def report(result: Result) -> str:
             f"descriptors, {most['threads']} threads, {most['rss_kib']} KiB"
         )
     sizes = " and then ".join(f"{size // 1024} KiB" for size in result.etcd_bytes)
-    lines.append(f"etcd's database: {sizes}")
+    lines.append(f"database of etcd: {sizes}")
     lines += [f"  FAILED  {leak}" for leak in result.leaks]
     if result.num_skipped:
         lines.append(f"{result.num_skipped} faults of the plan were not reached in time")

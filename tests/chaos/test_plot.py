@@ -56,5 +56,5 @@ def test_the_picture_is_xml_with_every_fault_in_it() -> None:
 def test_the_report_tells_cost_growth_and_goodput() -> None:
     text = report(result())
     assert "2.00 s  kill <1>" in text
-    assert "etcd's database: 20 KiB and then 40 KiB" in text
+    assert "database of etcd: 20 KiB and then 40 KiB" in text
     assert "goodput 80.0 %: 16 steps in 10 s, 2.0 a second before" in text
