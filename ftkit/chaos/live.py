@@ -24,7 +24,7 @@ from ftkit.chaos.strikes import Victim
 from ftkit.core.model import Epoch, Record
 from ftkit.errors import ConfigError, EtcdError
 from ftkit.keeper.etcd import Etcd
-from ftkit.keeper.keys import JobKeys
+from ftkit.keeper.keys import JobKeys, Stats
 
 LOOK_S = 0.1
 STEADY_S = 1.0
@@ -48,6 +48,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     members: tuple[Member, ...]
     epoch: Epoch | None
+    committed_in: dict[str, int] = {}
+    """The epoch of the last commit of each incarnation, as its statistics tell, some seconds late."""
 
     @property
     def training(self) -> set[str]:
@@ -55,6 +57,19 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         if self.epoch is None:
             return set()
         return {m.replica_id for m in self.members if self.epoch.names(m.replica_id, m.incarnation)}
+
+    @property
+    def holding(self) -> set[str]:
+        """The members of the epoch that hold the state for sure: they had it, or have committed since."""
+        if self.epoch is None:
+            return set()
+        newest = max(seat.version for seat in self.epoch.seats)
+        return {
+            seat.replica_id
+            for seat in self.epoch.seats
+            if seat.replica_id in self.training
+            and (seat.version == newest or self.committed_in.get(seat.incarnation) == self.epoch.id)
+        }
 
     @property
     def settled(self) -> bool:
@@ -88,7 +103,12 @@ def look(etcd: Etcd, job: str) -> View:
     if stored is not None:
         with contextlib.suppress(msgspec.DecodeError):
             epoch = msgspec.json.decode(stored.value, type=Epoch)
-    return View(members=tuple(members), epoch=epoch)
+    committed_in = {}
+    for found in etcd.list(keys.stats)[0]:
+        with contextlib.suppress(msgspec.DecodeError):
+            stats = msgspec.json.decode(found.value, type=Stats)
+            committed_in[stats.incarnation] = stats.epoch
+    return View(members=tuple(members), epoch=epoch, committed_in=committed_in)
 
 
 def why_not(record: Record, job: str) -> str:
@@ -113,7 +133,7 @@ class Live:
     Args:
         etcd: a connection to its etcd.
         job: its name.
-        keep: never strike when fewer members than this would go on training.
+        keep: never strike when fewer members than this, that hold the state, would go on training.
         journal: append a line per fault to this file, for `ftkit verify`.
     """
 
@@ -145,7 +165,7 @@ class Live:
         return sorted((m for m in view.members if not m.why_not), key=lambda m: m.replica_id)
 
     def may_strike(self, fault: Fault, view: View) -> bool:
-        """Say whether the fault may strike now: enough members must go on without its victim."""
+        """Say whether the fault may strike now: enough members that hold the state must go on."""
         if fault.calm and not self.steady():
             return False
         victims = self.candidates(view)
@@ -155,7 +175,7 @@ class Live:
         if any(name == victim for _, name, _ in self._undo):
             return False
         out = {name for _, name, _ in self._undo}
-        left = view.training - {victim} - out
+        left = view.holding - {victim} - out
         return not TABLE[fault.kind].takes_out or len(left) >= max(1, self._keep)
 
     def strike(self, fault: Fault, view: View) -> str:

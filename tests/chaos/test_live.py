@@ -17,9 +17,10 @@ from ftkit.chaos.fixtures import LaunchedJob
 from ftkit.chaos.live import Live, look, run
 from ftkit.chaos.processes import keepers_of
 from ftkit.cli.main import main
-from ftkit.core.model import Record
+from ftkit.core.model import Epoch, Record, Seat, Version
 from ftkit.errors import ConfigError
 from ftkit.keeper.etcd import Etcd, EtcdSettings
+from ftkit.keeper.keys import Stats
 from ftkit.keeper.processes import process_state
 
 TRAINER = Path(__file__).parents[1] / "runtime" / "trainer.py"
@@ -46,9 +47,9 @@ def sleeper() -> Iterator[Callable[..., int]]:
         process.wait()
 
 
-def put(etcd: Etcd, job: str, name: str, pid: int, host: str = "", lease: int = 0) -> None:
-    record = Record(replica_id=name, incarnation="i", host=host or socket.gethostname(), pid=pid)
-    etcd.put(f"/ftkit/{job}/members/{name}", msgspec.json.encode(record), lease)
+def put(etcd: Etcd, job: str, name: str, pid: int, *, host: str = "", incarnation: str = "i") -> None:
+    record = Record(replica_id=name, incarnation=incarnation, host=host or socket.gethostname(), pid=pid)
+    etcd.put(f"/ftkit/{job}/members/{name}", msgspec.json.encode(record))
 
 
 def test_who_cannot_be_proven_to_be_a_member_is_left_alone(
@@ -81,6 +82,23 @@ def test_who_cannot_be_proven_to_be_a_member_is_left_alone(
     assert process_state(mine) != "T"
     with pytest.raises(ConfigError, match=r"chaos\.py"):
         live.strike(Fault(at=0.0, kind="etcd-wipe"), live.look())
+
+
+def test_the_last_one_that_holds_the_state_is_spared(
+    etcd: Etcd, job: str, sleeper: Callable[..., int]
+) -> None:
+    """A newcomer is in the epoch while it still heals; only its first commit says that it has the state."""
+    for name in ("a", "b"):
+        put(etcd, job, name, sleeper(FTKIT_REPLICA_ID=name), incarnation=name)
+    seats = (Seat("a", "a", Version(3, 40)), Seat("b", "b", Version(0, 0)))
+    etcd.put(f"/ftkit/{job}/epoch", msgspec.json.encode(Epoch(id=4, seats=seats)))
+    live = Live(etcd, job)
+    kills = [Fault(at=0.0, kind="kill", victim=i, calm=False) for i in range(2)]
+    assert [live.may_strike(kill, live.look()) for kill in kills] == [False, True]
+    for epoch, both in ((3, False), (4, True)):
+        stats = Stats(replica_id="b", incarnation="b", epoch=epoch, step=41)
+        etcd.put(f"/ftkit/{job}/stats/b", msgspec.json.encode(stats))
+        assert live.may_strike(kills[0], live.look()) is both
 
 
 def test_a_plan_can_be_looked_at_and_touches_nobody(
