@@ -85,8 +85,11 @@ class Transport(Protocol):
         """
         ...
 
-    def abort(self) -> None:
-        """Make a fetch in flight in another thread fail at once with `TransportAborted`."""
+    def abort(self, version: str = "") -> None:
+        """Make a fetch in flight in another thread fail at once with `TransportAborted`.
+
+        With `version`, only one of that version; should it begin later, it fails then.
+        """
         ...
 
     def close(self) -> None:

@@ -94,6 +94,8 @@ class HTTPTransport:
         """What sends publications by another way, for those who ask for it."""
         self._lock = threading.Lock()
         self._fetches: set[Fetch | ShardedFetch] = set()
+        self._unwanted = ""
+        """The version that was aborted last, which may not have begun to arrive."""
         self._closed = False
         self._server_ssl = server_ssl
         self._server = Server(
@@ -259,6 +261,8 @@ class HTTPTransport:
         with self._lock:
             if self._closed:
                 raise TransportError("this transport is closed")
+            if fetch.version == self._unwanted:
+                raise _aborted(fetch.version)
             self._fetches.add(fetch)
         try:
             return fetch.run()
@@ -266,12 +270,16 @@ class HTTPTransport:
             with self._lock:
                 self._fetches.discard(fetch)
 
-    def abort(self) -> None:
-        """Make a fetch in flight in another thread fail at once with `TransportAborted`."""
+    def abort(self, version: str = "") -> None:
+        """Make a fetch in flight in another thread fail at once with `TransportAborted`.
+
+        With `version`, only one of that version; should it begin later, it fails then.
+        """
         with self._lock:
-            fetches = list(self._fetches)
+            self._unwanted = version
+            fetches = [fetch for fetch in self._fetches if version in ("", fetch.version)]
         for fetch in fetches:
-            fetch.abort(TransportAborted(f"the fetch of version {fetch.version!r} was aborted"))
+            fetch.abort(_aborted(fetch.version))
 
     def close(self) -> None:
         """Withdraw, abort and free all sockets and threads. Idempotent."""
@@ -307,6 +315,10 @@ class HTTPTransport:
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError("this transport is closed")
+
+
+def _aborted(version: str) -> TransportAborted:
+    return TransportAborted(f"the fetch of version {version!r} was aborted")
 
 
 def _check_token(token: str) -> None:

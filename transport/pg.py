@@ -142,9 +142,9 @@ class DistributedTransport:
             reuse=reuse,
         )
 
-    def abort(self) -> None:
-        """Make a fetch in flight in another thread fail with `TransportAborted`."""
-        self._http.abort()
+    def abort(self, version: str = "") -> None:
+        """Make a fetch in flight in another thread fail; see `HTTPTransport.abort`."""
+        self._http.abort(version)
         self._cut()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ftkit.core.plan import Plan
 from ftkit.core.vote import Lineage
@@ -61,7 +62,7 @@ class Entry:
             self._membership.agree(True)
 
         with self._entering(offer):
-            with SideBySide(meet, self._healer.abort):  # the state travels meanwhile
+            with SideBySide(meet, partial(self._healer.abort, plan.epoch)):  # the state travels meanwhile
                 self._prepare_heal(plan, offer)
             self._complete_heal(plan)
 

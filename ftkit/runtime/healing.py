@@ -8,6 +8,7 @@ bytes; this decides who serves, who fetches, and when all may go on.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -53,6 +54,11 @@ class Healer:
         self._timeout_s = timeout_s
         self._healed: Healed | None = None
         self._failure: Exception | None = None
+        self._lock = threading.Lock()
+        self._name = ""
+        """What is being moved."""
+        self._over = 0
+        """The newest epoch that is known to be over."""
 
     def prepare(
         self, plan: Plan, records: Mapping[str, Record], lineage: Lineage, settle: Callable[[], bool]
@@ -65,6 +71,10 @@ class Healer:
         name = f"{plan.epoch}.{plan.version}.{self._group_rank}"
         self._healed, self._failure = None, None
         try:
+            with self._lock:
+                self._name = name
+                if self._over >= plan.epoch:
+                    raise TransportAborted(f"epoch {plan.epoch} is over")
             if plan.heals:
                 self._healed = self._receive(name, plan, records, lineage, settle)
             else:
@@ -96,11 +106,17 @@ class Healer:
 
     def end(self) -> None:
         """Serve no longer."""
+        with self._lock:
+            self._name = ""
         self._transport.withdraw()
 
-    def abort(self) -> None:
-        """End a fetch in flight; any thread."""
-        self._transport.abort()
+    def abort(self, epoch: int) -> None:
+        """End the fetch of an epoch that is over, in flight or about to begin; any thread."""
+        with self._lock:
+            self._over = max(self._over, epoch)
+            name = self._name
+        if name:
+            self._transport.abort(name)
 
     def _receive(
         self,

@@ -83,16 +83,19 @@ class Membership:
         self.record("abort", why=first_line(error))
         return True
 
-    def cut(self, epoch: int, why: str, *, left_out: bool = False) -> bool:
-        """End the work in flight of `epoch` (0: whatever is running); False when that is not running."""
+    def cut(self, epoch: int, why: str, *, left_out: bool = False) -> int:
+        """End the work in flight of `epoch` (0: whatever is running).
+
+        Returns the epoch that is over now, 0 when that one is not running.
+        """
         running = self.epoch
         if running is None or (epoch and running.id != epoch):
-            return False
+            return 0
         self.left_out = left_out
         self.report(Aborted(why))
         self._links.abort(why)
         self.record("aborted")
-        return True
+        return running.id
 
     def leave(self, *, planned: bool) -> str:
         """Take leave of the running epoch; return why it failed, empty when all leave it together."""

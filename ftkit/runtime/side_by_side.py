@@ -9,18 +9,15 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-AGAIN_S = 0.05
-
 
 class SideBySide:
     """Run `work` beside the body of a `with` statement, whose end waits for it and raises what it raised."""
 
     def __init__(self, work: Callable[[], None], cancel: Callable[[], None]) -> None:
-        """When `work` fails, `cancel` is called until the body has ended."""
+        """When `work` fails, `cancel` is called, to end the body."""
         self._work = work
         self._cancel = cancel
         self._error: BaseException | None = None
-        self._body_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ftkit-side", daemon=True)
 
     def _run(self) -> None:
@@ -29,8 +26,6 @@ class SideBySide:
         except BaseException as error:  # handed to the training thread
             self._error = error
             self._cancel()
-            while not self._body_ended.wait(AGAIN_S):  # what the body had not begun yet
-                self._cancel()
 
     def __enter__(self) -> None:
         """Begin."""
@@ -40,7 +35,6 @@ class SideBySide:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for the other; an error of the body goes first."""
-        self._body_ended.set()
         self._thread.join()
         if kind is None and self._error is not None:
             raise self._error

@@ -96,8 +96,9 @@ class Step:
 
         `left_out`: the others have gone on without this member.
         """
-        if self.membership.cut(epoch, why, left_out=left_out):
-            self._healer.abort()
+        over = self.membership.cut(epoch, why, left_out=left_out)
+        if over:
+            self._healer.abort(over)
             if self._in_step:
                 self.collectives.pause()
                 self._reformer.wake()
@@ -381,7 +382,7 @@ class Step:
         self._in_step = False
         self._reformer.close()
         membership = self.membership
-        if membership.epoch is not None and membership.error is None:
-            membership.farewell()
+        if membership.epoch is not None and membership.error is None and not self.started:
+            membership.farewell()  # in a step the others wait for our gradients and would not answer
         membership.leave(planned=False)
         self.say_goodbye(planned=False)

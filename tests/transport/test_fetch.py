@@ -392,6 +392,16 @@ def test_senseless_settings_are_refused(settings: dict[str, Any]) -> None:
         HTTPTransport(**{"token": "t", **settings})
 
 
+def test_an_abort_may_be_faster_than_the_fetch_that_it_is_for(make_transport: Make) -> None:
+    """Another thread decides that the version is of no use, while this one is about to ask for it."""
+    source, joiner = make_transport(), make_transport()
+    joiner.abort("v1")
+    with pytest.raises(TransportAborted, match="v1"):
+        joiner.fetch([source.address], "v1", None, deadline_s=60)
+    source.publish("v2", {"a": 1})
+    assert joiner.fetch([source.address], "v2", None, deadline_s=60) == {"a": 1}
+
+
 def test_the_address_is_the_one_that_others_can_reach(make_transport: Make) -> None:
     assert make_transport(bind="0.0.0.0", advertise="localhost").address.startswith("http://localhost:")
     assert make_transport(advertise="example.org:80").address == "http://example.org:80"
