@@ -200,7 +200,7 @@ class Member:
 
     def _tell(self, out: list[ev.Effect], slot: str, effect: ev.Effect, now: float) -> None:
         """Tell the ranks once; their connection loses nothing."""
-        if self._repeat.due(slot, effect, now, again=None):
+        if self._repeat.due(slot, effect, now, once=True):
             out.append(effect)
 
     def _depart(self, now: float, departed: Departed) -> list[ev.Effect]:

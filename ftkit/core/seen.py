@@ -14,7 +14,9 @@ from ftkit.core.model import Abort, Control, Departed, Epoch, Record, Seat, Tick
 from ftkit.core.quorum import View
 
 RETRY_S = 0.5
-"""An effect that no event has confirmed is repeated after this time."""
+"""An effect that no event has confirmed is repeated after this time, and again after twice as much each."""
+
+MOST_RETRY_S = 2.0
 
 
 @dataclass
@@ -181,18 +183,26 @@ def _date(times: dict[str, float], name: str, holds: bool, now: float) -> None:
 
 
 class Repeater:
-    """Emit an effect when it is new, and again each RETRY_S for as long as it is still wanted."""
+    """Emit an effect when it is new, and again for as long as it is still wanted.
+
+    After RETRY_S first, then less and less often: what is late because etcd has too much to do must not
+    give it more.
+    """
 
     def __init__(self) -> None:
         """Start with nothing emitted."""
-        self._last: dict[str, tuple[object, float]] = {}
+        self._last: dict[str, tuple[object, float, float]] = {}
+        """Of each slot what was emitted, when, and after which time it may be again."""
 
-    def due(self, slot: str, effect: object, now: float, *, again: float | None = RETRY_S) -> bool:
-        """Say whether `effect` is to be emitted now; `again=None` means only once."""
+    def due(self, slot: str, effect: object, now: float, *, once: bool = False) -> bool:
+        """Say whether `effect` is to be emitted now; with `once`, only if it is new."""
+        rest = RETRY_S
         last = self._last.get(slot)
-        if last is not None and last[0] == effect and (again is None or now < last[1] + again):
-            return False
-        self._last[slot] = (effect, now)
+        if last is not None and last[0] == effect:
+            if once or now < last[1] + last[2]:
+                return False
+            rest = min(2 * last[2], MOST_RETRY_S)
+        self._last[slot] = (effect, now, rest)
         return True
 
     def clear(self, slot: str) -> None:

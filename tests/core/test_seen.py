@@ -105,7 +105,17 @@ def test_an_effect_is_repeated_until_it_changes_or_is_cleared() -> None:
     assert repeat.due("hold", "y", RETRY_S)
     repeat.clear("hold")
     assert repeat.due("hold", "y", RETRY_S)
-    assert not repeat.due("hold", "y", 99.0, again=None)
+    assert not repeat.due("hold", "y", 99.0, once=True)
+
+
+def test_an_effect_that_stays_without_answer_is_repeated_less_and_less_often() -> None:
+    """A thousand members that each write twice a second would keep an etcd that is late from catching up."""
+    repeat = Repeater()
+    times = [now / 10 for now in range(200) if repeat.due("hold", "x", now / 10)]
+    assert times == [0.0, 0.5, 1.5, 3.5, 5.5, 7.5, 9.5, 11.5, 13.5, 15.5, 17.5, 19.5]
+    repeat.clear("hold")
+    assert repeat.due("hold", "x", 20.0)
+    assert repeat.due("hold", "x", 20.0 + RETRY_S), "what is asked for anew is soon repeated"
 
 
 NAMES = "abc"

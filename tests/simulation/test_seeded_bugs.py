@@ -109,10 +109,10 @@ def broken_state_is_a_source(patch: pytest.MonkeyPatch) -> None:
 def effects_are_not_repeated(patch: pytest.MonkeyPatch) -> None:
     """What is asked for once is taken to have happened."""
 
-    def due(self: seen.Repeater, slot: str, effect: object, now: float, *, again: float | None = 0.5) -> bool:
-        if self._last.get(slot, (None, 0.0))[0] == effect:
+    def due(self: seen.Repeater, slot: str, effect: object, now: float, *, once: bool = False) -> bool:
+        if self._last.get(slot, (None, 0.0, 0.0))[0] == effect:
             return False
-        self._last[slot] = (effect, now)
+        self._last[slot] = (effect, now, 0.0)
         return True
 
     patch.setattr(seen.Repeater, "due", due)
@@ -221,7 +221,7 @@ ANY = several(draw_any)
 TAKEOVERS = several(draw_takeover)
 HEALS = several(draw_schedule, kinds=["kill source", "bad heals", "crash", "join"])
 WRITES = several(draw_schedule, kinds=["lost writes", "unanswered writes", "crash", "join"])
-LOST = several(draw_schedule, kinds=["suspend machine", "isolate", "isolate most", "crash", "bad heals"])
+LOST = several(draw_schedule, kinds=["suspend machine", "isolate", "isolate most", "bad heals"], most=12)
 SPLITS = several(draw_schedule, kinds=["split votes", "island", "suspend machine", "isolate", "crash"])
 
 BUGS: list[tuple[Plant, str, Callable[[], Iterable[Schedule]]]] = [
