@@ -57,6 +57,7 @@ def start(
     return groups
 
 
+@pytest.mark.long
 def test_of_two_sides_one_commits(cluster: MakeCluster, machines: Machines, tmp_path: Path) -> None:
     """I3: with `min_replicas=1` both halves would be enough; the one without etcd must stand still."""
     names = [f"trainer-{i}" for i in range(4)]
