@@ -234,9 +234,10 @@ def measure(num: int, args: argparse.Namespace) -> Row:
         say(f"{num} members: {held - began:.1f} s to start, in one epoch after {known - began:.1f} s")
         row: Row = {"members": num}
         time.sleep(SETTLE_S)
-        row |= steady(workers, etcd, num, args)
-        row |= deaths(workers, etcd, names, args)
-        row |= joiners(workers, etcd, num, args)
+        for part in (steady, deaths, joiners):
+            found = part(workers, etcd, names, args)
+            say("  " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+            row |= found
         figures = etcd.figures()
         row |= {"etcd_memory_mib": figures["memory"] / 2**20, "database_mib": figures["database"] / 2**20}
         row["troubles"] = len(workers.trouble)
@@ -245,8 +246,9 @@ def measure(num: int, args: argparse.Namespace) -> Row:
     return row
 
 
-def steady(workers: Workers, etcd: Etcd, num: int, args: argparse.Namespace) -> Row:
+def steady(workers: Workers, etcd: Etcd, names: list[str], args: argparse.Namespace) -> Row:
     """Measure what etcd has to do while nothing changes."""
+    num = len(names)
     before, cpu, began = etcd.figures(), workers.cpu(), time.monotonic()
     time.sleep(args.steady)
     seconds = time.monotonic() - began
@@ -291,9 +293,9 @@ def deaths(workers: Workers, etcd: Etcd, names: list[str], args: argparse.Namesp
     }
 
 
-def joiners(workers: Workers, etcd: Etcd, num: int, args: argparse.Namespace) -> Row:
+def joiners(workers: Workers, etcd: Etcd, names: list[str], args: argparse.Namespace) -> Row:
     """Let many join at once."""
-    many = min(args.joiners, num)
+    many = min(args.joiners, len(names))
     before = etcd.figures()
     began = time.monotonic()
     first = workers.newest_epoch()

@@ -32,6 +32,8 @@ from ftkit.keeper.stats import StatsPublisher
 from ftkit.keeper.writer import Writer
 
 THREAD_STACK = 256 * 1024
+NICENESS = 10
+"""etcd, which has a machine of its own elsewhere, goes first."""
 
 # gRPC wakes each waiting thread ten times a second, so that Ctrl-C finds it. One keeper has a few of them and
 # does not notice; this process has thousands, and would do nothing else.
@@ -254,6 +256,7 @@ class Simulated:
 
 def main() -> None:
     """Obey orders until the input ends."""
+    os.nice(NICENESS)
     threading.stack_size(THREAD_STACK)
     crowd = Crowd(json.loads(sys.stdin.readline()))
     for line in sys.stdin:
