@@ -71,7 +71,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host: str = ""
     pid: int = 0
     rendezvous: str = ""
-    """host:port of the store that this member offers for rendezvous."""
+    """host:port#key of the store that this member offers for rendezvous."""
     transports: tuple[str, ...] = ()
     """Transport address of each group rank."""
     fingerprint: str = ""

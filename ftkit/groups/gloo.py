@@ -35,6 +35,8 @@ _TRIED_S = 0.002
 
 _NAMED_S = 1.0
 
+_SETTLED_S = 0.1
+
 _device_lock = threading.Lock()
 
 
@@ -110,25 +112,36 @@ class _Device:
 def _make_device(hostname: str, interface: str) -> _Device:
     """Make a gloo device and find its epoll instance: the one that watches a new listening socket.
 
-    Should another thread begin to listen in the same instant, two would fit: then try again.
+    Should another thread begin to listen in the same instant, two would fit. Then wait a moment, for that
+    one may soon stop to listen, and otherwise try again.
     """
     for _ in range(10):
         with _device_lock:
             if not sockets.supported():
                 return _Device(_create(hostname, interface), -1, None)
-            before, threads = sockets.socket_inodes(), sockets.threads()
+            threads, before = sockets.threads(), sockets.socket_inodes()
             torch_device = _create(hostname, interface)
-            found = [
-                (poller, target)
-                for poller in sockets.pollers()
-                for target in sockets.targets(poller)
-                if target.inode not in before and sockets.is_listening(target)
-            ]
+            found = _new_listeners(before)
             loops = _wait_for_loops(threads)
+            until = time.monotonic() + _SETTLED_S
+            while len(found) > 1 and time.monotonic() < until:
+                time.sleep(0.001)
+                still = _new_listeners(before)
+                found = [candidate for candidate in found if candidate in still]
         if len(found) == len(loops) == 1:
             sockets.close_on_exec([found[0][1]])
             return _Device(torch_device, *found[0], loops[0])
     raise GroupError("cannot tell gloo's sockets from those of other threads, which keep opening new ones")
+
+
+def _new_listeners(before: set[int]) -> list[tuple[int, Descriptor]]:
+    """Return each listening socket that was not there before, after the epoll instance that watches it."""
+    return [
+        (poller, target)
+        for poller in sockets.pollers()
+        for target in sockets.targets(poller)
+        if target.inode not in before and sockets.is_listening(target)
+    ]
 
 
 def _wait_for_loops(before: set[int]) -> list[int]:

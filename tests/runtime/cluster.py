@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -70,7 +71,11 @@ class Group:
 
     def keeper_pid(self) -> int:
         tasks = Path(f"/proc/{self.process.pid}/task")  # whichever thread started it
-        for pid in " ".join(t.joinpath("children").read_text() for t in tasks.iterdir()).split():
+        children = []
+        for task in tasks.iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                children += task.joinpath("children").read_text().split()
+        for pid in children:
             if b"ftkit.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return int(pid)
         raise AssertionError("no keeper among the children")
