@@ -131,17 +131,15 @@ class _Reduction:
 
     def _restore(self, buffer: torch.Tensor, members: list[int]) -> None:
         """Put this replica's own gradients back into a bucket, laid out as the reducer does."""
-        offset = 0
-        with torch.no_grad():
-            for parameter in (self._parameters[i] for i in members):
-                flat = buffer[offset : offset + parameter.numel()]
-                offset += parameter.numel()
-                if parameter.grad is None:
-                    flat.zero_()
-                elif torch.ops.aten.is_non_overlapping_and_dense(parameter):
-                    flat.as_strided(parameter.size(), parameter.stride()).copy_(parameter.grad)
-                else:
-                    flat.view(parameter.size()).copy_(parameter.grad)
+        parameters = [self._parameters[i] for i in members]
+        views, offset = [], 0
+        for parameter in parameters:
+            flat = buffer[offset : offset + parameter.numel()]
+            offset += parameter.numel()
+            dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+            size, stride = parameter.size(), parameter.stride()
+            views.append(flat.as_strided(size, stride) if dense else flat.view(size))
+        _restore(parameters, views)
 
     def _send_pieces(self) -> None:
         whole, self._whole = self._whole, []
@@ -258,14 +256,19 @@ def _quiet() -> dict[str, Any]:
 
 def _average(state: _Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average one bucket, whose parameters only torch knows (the communication hook)."""
-    restore = partial(_restore, bucket) if state.restorable else None
-    return state.manager.reduce_bucket(bucket.buffer(), restore, bucket.is_last())
+
+    def restore() -> None:
+        _restore(bucket.parameters(), bucket.gradients())
+
+    return state.manager.reduce_bucket(
+        bucket.buffer(), restore if state.restorable else None, bucket.is_last()
+    )
 
 
-def _restore(bucket: GradBucket) -> None:
-    """Put this replica's own gradients back into a bucket."""
+def _restore(parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    """Put this replica's own gradients back into the views of a bucket."""
     with torch.no_grad():
-        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        for parameter, view in zip(parameters, views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             else:

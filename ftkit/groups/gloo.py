@@ -33,9 +33,8 @@ log = logging.getLogger(__name__)
 _TRIED_S = 0.002
 """CPU time in which gloo's thread has looked at all of its connections, many times over."""
 
-_NAMED_S = 1.0
-
 _SETTLED_S = 0.1
+"""How long it may take until what looks like gloo's, but is another thread's, can be told from it."""
 
 _device_lock = threading.Lock()
 
@@ -78,8 +77,7 @@ class _Device:
     def hush(self) -> None:
         """Keep gloo's thread from trying again and again to read what is stuck; after `cut` only."""
         for descriptor, _ in self._left:
-            if sockets.is_socket(descriptor):
-                sockets.hush(self._poller, descriptor)
+            sockets.hush(self._poller, descriptor)
 
     def fds(self) -> list[int]:
         """Return the descriptors that a forked child must let go of."""
@@ -113,7 +111,7 @@ def _make_device(hostname: str, interface: str) -> _Device:
     """Make a gloo device and find its epoll instance: the one that watches a new listening socket.
 
     Should another thread begin to listen in the same instant, two would fit. Then wait a moment, for that
-    one may soon stop to listen, and otherwise try again.
+    one may soon stop to listen, and otherwise try again. The new thread is the one that drives the device.
     """
     for _ in range(10):
         with _device_lock:
@@ -122,7 +120,7 @@ def _make_device(hostname: str, interface: str) -> _Device:
             threads, before = sockets.threads(), sockets.socket_inodes()
             torch_device = _create(hostname, interface)
             found = _new_listeners(before)
-            loops = _wait_for_loops(threads)
+            loops = _new_loops(threads)
             until = time.monotonic() + _SETTLED_S
             while len(found) > 1 and time.monotonic() < until:
                 time.sleep(0.001)
@@ -144,14 +142,16 @@ def _new_listeners(before: set[int]) -> list[tuple[int, Descriptor]]:
     ]
 
 
-def _wait_for_loops(before: set[int]) -> list[int]:
-    """Return the threads of new gloo devices; they take a moment to say their name."""
-    until = time.monotonic() + _NAMED_S
-    while True:
-        found = [t for t in sockets.threads() - before if sockets.thread_name(t) == "gloo_tcp_loop"]
-        if found or time.monotonic() > until:
-            return found
+def _new_loops(before: set[int]) -> list[int]:
+    """Return the new threads; of several, those that say that they are gloo's, which takes a moment."""
+    found = list(sockets.threads() - before)
+    until = time.monotonic() + _SETTLED_S
+    while len(found) > 1 and time.monotonic() < until:
+        named = [t for t in found if sockets.thread_name(t) == "gloo_tcp_loop"]
+        if named:
+            return named
         time.sleep(0.0001)
+    return found
 
 
 def _create(hostname: str, interface: str) -> Any:

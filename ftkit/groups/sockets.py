@@ -73,26 +73,20 @@ def pollers() -> list[int]:
 
 def targets(poller: int) -> list[Descriptor]:
     """Return what an epoll instance watches; empty when there is no such instance (any more)."""
-    try:
-        fd = os.open(f"/proc/self/fdinfo/{poller}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return []
-    chunks = []
-    try:
-        while chunk := os.read(fd, 1 << 16):
-            chunks.append(chunk)
-    except OSError:
-        return []
-    finally:
-        os.close(fd)
+    return [descriptor for descriptor, _ in _watched(poller)]
+
+
+def _watched(poller: int) -> list[tuple[Descriptor, int]]:
+    """Return what an epoll instance watches, and the number that its owner has put with each."""
     found = []
-    for line in b"".join(chunks).splitlines():
-        if not line.startswith(b"tfd:"):
+    for line in _read(f"/proc/self/fdinfo/{poller}").splitlines():
+        if not line.startswith("tfd:"):
             continue
         words = line.split()
-        inode = next((int(w[4:], 16) for w in words if w.startswith(b"ino:")), None)
+        inode = next((int(w[4:], 16) for w in words if w.startswith("ino:")), None)
         if inode is not None:
-            found.append(Descriptor(int(words[1]), inode))
+            data = int(words[words.index("data:") + 1], 16)
+            found.append((Descriptor(int(words[1]), inode), data))
     return found
 
 
@@ -193,10 +187,9 @@ def hush(poller: int, descriptor: Descriptor) -> None:
 
     What the instance keeps with the descriptor (its owner's pointer) stays as it is.
     """
-    for line in _read(f"/proc/self/fdinfo/{poller}").splitlines():
-        words = line.split()
-        if line.startswith("tfd:") and int(words[1]) == descriptor.fd and "data:" in words:
-            event = _EpollEvent(select.EPOLLONESHOT, int(words[words.index("data:") + 1], 16))
+    for watched, data in _watched(poller):
+        if watched == descriptor:
+            event = _EpollEvent(select.EPOLLONESHOT, data)
             ctypes.CDLL(None).epoll_ctl(poller, _EPOLL_CTL_MOD, descriptor.fd, ctypes.byref(event))
 
 

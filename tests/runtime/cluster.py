@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ftkit.chaos.orders import Orders
+from ftkit.chaos.processes import keepers_of
 
 TRAINER = Path(__file__).with_name("trainer.py")
 
@@ -70,15 +70,9 @@ class Group:
         return time.monotonic()
 
     def keeper_pid(self) -> int:
-        tasks = Path(f"/proc/{self.process.pid}/task")  # whichever thread started it
-        children = []
-        for task in tasks.iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-                children += task.joinpath("children").read_text().split()
-        for pid in children:
-            if b"ftkit.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return int(pid)
-        raise AssertionError("no keeper among the children")
+        keepers = keepers_of(self.process.pid)
+        assert keepers, "no keeper among the children"
+        return keepers[0]
 
 
 class Cluster:
