@@ -70,6 +70,16 @@ def get(sock: socket.socket, size: int) -> bytes:
     return data
 
 
+def test_nothing_is_held_back_until_the_other_side_acknowledges(proxy: Proxy) -> None:
+    """Of two small answers in a row the second would come 40 ms late, which no weather says."""
+    with client(proxy) as sock:
+        sock.sendall(b"hello")
+        assert get(sock, 5) == b"hello"
+        sockets = [writer.get_extra_info("socket") for writer in proxy._writers]
+        assert len(sockets) == 2, "towards the client and towards the target"
+        assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in sockets)
+
+
 def test_a_clear_sky_passes_everything_on(proxy: Proxy) -> None:
     sent = bytes(range(256)) * 4096
     with client(proxy) as one, client(proxy) as two:
