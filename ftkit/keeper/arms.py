@@ -82,6 +82,7 @@ class Arms:
             freeze_grace=settings.freeze_grace,
             progress_timeout=settings.progress_timeout,
             read=self.read_progress,
+            mutex=lambda rank: None if self._progress is None else self._progress.mutex(rank),
             on_failure=lambda error: put(RefusedBy(error)),
         )
         self.stats = StatsPublisher(

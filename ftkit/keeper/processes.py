@@ -1,8 +1,9 @@
 """Watch the ranks' processes on the keeper's own machine: ended, stopped, hung.
 
-A process's end is known by its pidfd, in the instant it happens, even while children that it forked hold
-its connection open. Stopped (SIGSTOP, debugger) and hung are looked for ten times a second; times are summed
-up look by look, so that the keeper's own standstill counts for nobody.
+A process's end is felt by a robust mutex that it holds (`robust.py`) and then proved by the kernel's flags of
+its threads, before its memory is freed; or it is known by its pidfd, after that. Either holds even while
+children that it forked hold its connection open. Stopped (SIGSTOP, debugger) and hung are looked for ten
+times a second; times are summed up look by look, so that the keeper's own standstill counts for nobody.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftkit.keeper.progress import Phase, Progress
+from ftkit.keeper.robust import Owner, RobustMutex
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 _MOST_S = 0.3
 """More time than this between two looks counts as this much."""
+_PF_EXITING = 0x4
+"""The kernel's flag of a thread that has begun to end, and will not run its program again."""
+_PROOF_S = 0.2
+"""For how long the proof of an end that was felt is looked for."""
 
 
 class Exited(NamedTuple):
@@ -62,10 +68,11 @@ class _Rank:
         self.last_since = -1.0
         self.same_s = 0.0
         self.told_hung = False
+        self.told_end = False
 
 
 class Processes:
-    """The thread that looks. `read` returns a rank's progress, or None where there is none."""
+    """The threads that look. `read` returns a rank's progress, `mutex` what it holds; None: there is none."""
 
     def __init__(
         self,
@@ -74,12 +81,14 @@ class Processes:
         freeze_grace: float,
         progress_timeout: float | None,
         read: Callable[[int], Progress | None],
+        mutex: Callable[[int], RobustMutex | None] = lambda _: None,
         on_failure: Callable[[Exception], None],
     ) -> None:
         self._post = post
         self._freeze_grace = freeze_grace
         self._progress_timeout = progress_timeout
         self._read = read
+        self._mutex = mutex
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._ranks: dict[int, _Rank] = {}
@@ -95,10 +104,16 @@ class Processes:
         except (OSError, AttributeError) as error:
             log.info("the process of rank %d (pid %d) cannot be watched: %s", rank, pid, error)
             return False
+        watched = _Rank(pid, descriptor)
         with self._lock:
             self._reported.add(rank)
-            self._ranks[rank] = _Rank(pid, descriptor)
+            self._ranks[rank] = watched
             self._poll.register(descriptor, select.POLLIN)
+        mutex = self._mutex(rank)
+        if mutex is not None:
+            threading.Thread(
+                target=self._feel, args=(rank, watched, mutex), name=f"keeper end of {rank}", daemon=True
+            ).start()
         return True
 
     def reports(self, rank: int) -> bool:
@@ -138,16 +153,35 @@ class Processes:
                 continue
             passed, last = min(now - last, _MOST_S), now
             for rank, watched in ranks.items():
-                if watched.descriptor not in ended:
+                if not (watched.descriptor in ended or watched.told_end):
                     self._look(rank, watched, passed)
 
-    def _forget(self, rank: int, watched: _Rank) -> None:
+    def _feel(self, rank: int, watched: _Rank, mutex: RobustMutex) -> None:
+        """Wait for the end of the process by its mutex."""
+        try:
+            while not (self._closed or watched.told_end):
+                owner = mutex.wait(LOOK_S * 5)
+                if owner is Owner.ENDED and _proved(watched.pid):
+                    self._tell_end(rank, watched)
+                elif owner is not Owner.HOLDS:
+                    time.sleep(LOOK_S)
+        except (OSError, AttributeError) as error:
+            log.info("the end of rank %d will be noticed by its pidfd only: %s", rank, error)
+
+    def _tell_end(self, rank: int, watched: _Rank) -> None:
         how = exit_status(watched.pid)
+        with self._lock:
+            if watched.told_end:
+                return
+            watched.told_end = True
+        self._post(Exited(rank, how))
+
+    def _forget(self, rank: int, watched: _Rank) -> None:
+        self._tell_end(rank, watched)
         with self._lock:
             del self._ranks[rank]
             self._poll.unregister(watched.descriptor)
             os.close(watched.descriptor)
-        self._post(Exited(rank, how))
 
     def _look(self, rank: int, watched: _Rank, passed: float) -> None:
         stopped = process_state(watched.pid) in ("T", "t")
@@ -177,10 +211,32 @@ class Processes:
             self._post(Hung(rank, f"hung after step {step} for {limit:g} s (progress_timeout)"))
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the third (the state) on; empty when it is gone."""
+def _proved(pid: int) -> bool:
+    until, pause = time.monotonic() + _PROOF_S, 0.0005
+    while not (ends := is_ending(pid)) and time.monotonic() < until:
+        time.sleep(pause)
+        pause *= 2
+    return ends
+
+
+def is_ending(pid: int) -> bool:
+    """Say whether no thread of this process will ever run its program again."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return True
+    stats = (_fields(thread / "stat") for thread in threads)
+    return all(not stat or int(stat[6]) & _PF_EXITING for stat in stats)
+
+
+def _stat(pid: int) -> list[str]:
+    return _fields(Path(f"/proc/{pid}/stat"))
+
+
+def _fields(path: Path) -> list[str]:
+    """Return the fields of a `stat` from the third (the state) on; empty when it is gone."""
+    try:
+        text = path.read_text()
     except OSError:
         return []
     return text.rpartition(")")[2].split()
@@ -193,9 +249,9 @@ def process_state(pid: int) -> str:
 
 
 def exit_status(pid: int) -> str:
-    """Say how a process ended, as far as its parent has left anything to read."""
+    """Say how a process ended, or is ending, as far as its parent has left anything to read."""
     fields = _stat(pid)
-    if len(fields) > 49 and fields[0] in ("Z", "X"):
+    if len(fields) > 49 and (fields[0] in ("Z", "X") or int(fields[6]) & _PF_EXITING):
         status = int(fields[49])
         number = os.WTERMSIG(status)
         if number:

@@ -2,6 +2,7 @@
 
 A file of fixed slots, one per rank; written with a single `struct.pack_into` (about a microsecond), so that
 each phase of each step may be noted. Times are CLOCK_MONOTONIC, which all processes of a machine share.
+A rank holds a robust mutex in its slot, by which the keeper feels that the process ends.
 Nothing is decided here.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -21,6 +23,9 @@ import msgspec
 
 from ftkit.core.model import Version
 from ftkit.errors import KeeperError
+from ftkit.keeper.robust import SIZE, RobustMutex
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "ftkit-progress-"
 _YOUNG_S = 60.0
@@ -31,6 +36,7 @@ _MARK = struct.Struct("<QqqiidQ")
 _NOTE_AT = 64
 _NOTE = struct.Struct("<QddqqqQ")
 """Sequence, compute s, wait s, bytes healed, committed, failed, sequence again."""
+_MUTEX_AT = _SLOT - SIZE
 
 
 class Phase(enum.IntEnum):
@@ -81,6 +87,10 @@ class _Slots:
         fcntl.flock(descriptor, fcntl.LOCK_SH)  # says that the file is in use, as long as we live
         self.memory = mmap.mmap(descriptor, 0)
 
+    def mutex(self, rank: int) -> RobustMutex:
+        """Return the mutex that this rank holds as long as it lives, in a mapping that `close` leaves."""
+        return RobustMutex(mmap.mmap(self._descriptor, 0), rank * _SLOT + _MUTEX_AT)
+
     def _close(self) -> None:
         self.memory.close()
         os.close(self._descriptor)
@@ -97,6 +107,10 @@ class ProgressWriter(_Slots):
         self._marks = _MARK.unpack_from(self.memory, self._at)[0]
         self._notes = _NOTE.unpack_from(self.memory, self._at + _NOTE_AT)[0]
         self._since = time.monotonic()
+        try:
+            self.mutex(rank).hold()
+        except (OSError, AttributeError) as error:
+            log.info("the end of this process will be noticed by its pidfd only: %s", error)
 
     def mark(self, *, epoch: int, step: int, phase: Phase, pending: int = 0, touch: bool = True) -> None:
         """Note where the rank is; without `touch`, the time of the last change of phase stays."""
@@ -125,9 +139,10 @@ class ProgressReader(_Slots):
         self._path = path
         size = -(-num_ranks * _SLOT // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            with contextlib.suppress(FileExistsError), open(path, "xb", opener=_private) as file:
+            with contextlib.suppress(FileExistsError), open(path, "x+b", opener=_private) as file:
                 # Reserved for good: a rank that wrote into a full /dev/shm would be ended by SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, size)
+                _make_mutexes(mmap.mmap(file.fileno(), 0), num_ranks)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -166,6 +181,14 @@ class ProgressReader(_Slots):
         if delete:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+
+
+def _make_mutexes(memory: mmap.mmap, num_ranks: int) -> None:
+    try:
+        for rank in range(num_ranks):
+            RobustMutex(memory, rank * _SLOT + _MUTEX_AT).make()
+    except (OSError, AttributeError) as error:
+        log.info("the ends of processes will be noticed by their pidfds only: %s", error)
 
 
 def _remove_stale(own: Path) -> None:

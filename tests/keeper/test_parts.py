@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 import threading
@@ -284,6 +285,13 @@ class TestProcesses:
         settings = {"freeze_grace": 0.2, "progress_timeout": None} | limits
         return Processes(self.seen.append, read=progress, on_failure=self.seen.append, **settings)
 
+    def child(self, code: str) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout.readline() == "ready\n"
+        return child
+
     def test_an_end_is_noticed_with_its_code(self):
         """The process is a zombie for a moment; that is when its status can be read by others."""
         processes = self.processes()
@@ -296,6 +304,71 @@ class TestProcesses:
         child.wait()
         assert exit_status(child.pid) == "ended"
         processes.close()
+
+    def test_an_end_is_felt_before_the_memory_is_freed(self, tmp_path):
+        """Seen by the flags of the threads: at that moment the kernel has not closed the process's files."""
+        path = str(tmp_path / "p")
+        reader = ProgressReader(path, 1)
+        code = f"""if True:
+            from ftkit.keeper.progress import ProgressWriter
+            writer = ProgressWriter({path!r}, 0)
+            memory = [bytearray(b"x" * (1 << 20)) for _ in range(700)]
+            print("ready", flush=True)
+            input()
+        """
+        child = self.child(code)
+        open_then: list[bool] = []
+        files = child.stdout.fileno()
+
+        def post(item):
+            open_then.append(not select.select([files], [], [], 0)[0])
+            self.seen.append(item)
+
+        self.seen = []
+        processes = Processes(
+            post,
+            freeze_grace=1,
+            progress_timeout=None,
+            read=lambda _: None,
+            mutex=reader.mutex,
+            on_failure=post,
+        )
+        processes.add(0, child.pid)
+        time.sleep(0.7)  # the keeper has come to wait for it, once in vain
+        assert not self.seen
+        child.kill()
+        wait_until(lambda: self.seen)
+        child.wait()
+        time.sleep(0.2)
+        child.communicate()
+        assert self.seen == [Exited(0, "SIGKILL")]
+        assert open_then == [True]
+        processes.close()
+        reader.close(delete=True)
+
+    def test_a_thread_that_ends_is_no_process_that_ends(self, tmp_path):
+        path = str(tmp_path / "p")
+        reader = ProgressReader(path, 1)
+        code = f"""if True:
+            import threading
+            from ftkit.keeper.progress import ProgressWriter
+            thread = threading.Thread(target=ProgressWriter, args=({path!r}, 0))
+            thread.start()
+            thread.join()
+            print("ready", flush=True)
+            input()
+        """
+        child = self.child(code)
+        processes = self.processes(mutex=reader.mutex)
+        processes.add(0, child.pid)
+        time.sleep(0.7)
+        assert not self.seen
+        child.kill()
+        wait_until(lambda: self.seen)
+        assert self.seen == [Exited(0, "SIGKILL")]
+        child.communicate()
+        processes.close()
+        reader.close(delete=True)
 
     def test_a_stop_is_told_after_the_grace_and_its_end_too(self):
         processes = self.processes()
