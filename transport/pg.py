@@ -4,6 +4,9 @@ Manifest, checksums and the wish for bytes travel over an `HTTPTransport`, and s
 does not deliver: the group is only a way for bytes that is tried first. Both sides cut the data section into
 the same buckets: a large block is sent from and received into its own memory, small ones are gathered. Of S
 sources each sends every S-th bucket. Nothing is pickled. The group is the caller's, who alone can abort it.
+
+A gloo device is one socket and one thread for each pair of members, which is what limits the rate. A group
+that has several devices (`GLOO_SOCKET_IFNAME=eth0,eth0`) uses them in turn, by the tag of a message.
 """
 
 from __future__ import annotations
@@ -39,10 +42,10 @@ LARGE: Final = 1 << 20
 """A block from this size on is sent from its own memory."""
 GATHERED: Final = 4 << 20
 """Bytes of smaller blocks that are gathered into one bucket, at most (but for one block)."""
-BUCKET: Final = 8 << 20
-"""Of a larger block, one bucket; so small that a checksum finds it in the cache."""
-AHEAD: Final = 4
-"""Buckets under way at a time, of one source."""
+BUCKET: Final = 16 << 20
+"""Of a larger block, one bucket: smaller ones cost more than is won by checking them in the cache."""
+AHEAD: Final = 8
+"""Buckets under way at a time, of one source: gloo's threads must never wait for us."""
 WAIT_S: Final = 1.0
 """For a source that is about to publish."""
 TAGS: Final = 1 << 30
@@ -180,7 +183,7 @@ class DistributedTransport:
             raise ValueError("the layout here is another one")
         wanted = int(query.get("wanted", ""), 16)
         ranges = enumerate(buckets(publication.encoded.manifest))
-        share = [(number, bounds) for number, bounds in ranges if wanted >> number & 1][turn::turns]
+        share = [bounds for number, bounds in ranges if wanted >> number & 1][turn::turns]
         threading.Thread(
             target=self._send, args=(publication, group, to, tag, share), name="transport-send", daemon=True
         ).start()
@@ -192,16 +195,16 @@ class DistributedTransport:
         group: dist.ProcessGroup,
         to: int,
         tag: int,
-        share: list[tuple[int, tuple[int, int]]],
+        share: list[tuple[int, int]],
     ) -> None:
         reader = HostReader()
         under_way: list[tuple[Any, torch.Tensor]] = []
         try:
             with publication.reading(self._cut) as views:
                 try:
-                    for number, (start, end) in share:
+                    for at, (start, end) in enumerate(share, tag):
                         tensor = _gather(views, start, end, reader, in_place=publication.on_cpu)
-                        under_way.append((group.send([tensor], to, tag + number), tensor))
+                        under_way.append((group.send([tensor], to, at), tensor))
                         if len(under_way) == AHEAD:
                             _wait(under_way.pop(0)[0], self._timeout_s)
                 finally:
@@ -234,9 +237,10 @@ class _Receiver:
             if not ledger.verified[start // ledger.chunk : -(-end // ledger.chunk)].all()
         ]
         self._wanted = sum(1 << number for number, _ in ranges)
+        bounds = [each for _, each in ranges]
         turns = len(session.sources)
         for source in session.sources:
-            share = ranges[source.turn :: turns]
+            share = bounds[source.turn :: turns]
             with self._changed:
                 self._num_running += 1
             session.start_thread(lambda source=source, share=share: self._run(session, source, share))  # type: ignore[misc]
@@ -246,7 +250,7 @@ class _Receiver:
         with self._changed:
             self._changed.wait_for(lambda: self._num_running == 0)
 
-    def _run(self, session: Session, source: Source, share: list[tuple[int, tuple[int, int]]]) -> None:
+    def _run(self, session: Session, source: Source, share: list[tuple[int, int]]) -> None:
         left = list(share)
         try:
             rank = self._ask(session, source)
@@ -273,7 +277,7 @@ class _Receiver:
         finally:
             with session.changed:
                 ledger = session.work[1]
-                for _, (start, end) in reversed(left):
+                for start, end in reversed(left):
                     ledger.give_back(start, end)
                 session.changed.notify_all()
             with self._changed:
@@ -300,17 +304,15 @@ class _Receiver:
             raise Garbled(f"it says that it has rank {rank!r:.40}")
         return rank
 
-    def _receive(
-        self, session: Session, source: Source, rank: int, left: list[tuple[int, tuple[int, int]]]
-    ) -> None:
+    def _receive(self, session: Session, source: Source, rank: int, left: list[tuple[int, int]]) -> None:
         """Receive bucket by bucket; remove from `left` what has arrived."""
         under_way: list[tuple[Any, torch.Tensor, list[memoryview]]] = []
-        coming = list(left)
+        coming = list(enumerate(left, self._tag))
         try:
             while left:
                 while coming and len(under_way) < AHEAD:
                     session.check()
-                    number, (start, end) = coming.pop(0)
+                    tag, (start, end) = coming.pop(0)
                     views = session.work[2].views(start, end)
                     single = len(views) == 1
                     tensor = (
@@ -318,7 +320,7 @@ class _Receiver:
                         if single
                         else torch.empty(end - start, dtype=torch.uint8, device="cpu")
                     )
-                    work = self._group.recv([tensor], rank, self._tag + number)
+                    work = self._group.recv([tensor], rank, tag)
                     under_way.append((work, tensor, [] if single else views))
                 begun = time.monotonic()
                 work, tensor, views = under_way[0]
@@ -328,7 +330,7 @@ class _Receiver:
                 for view in views:
                     view[:] = tensor[at : at + len(view)].numpy().data
                     at += len(view)
-                start, end = left.pop(0)[1]
+                start, end = left.pop(0)
                 self._arrived(session, source, start, end, time.monotonic() - begun)
         finally:
             for work, _, _ in under_way:

@@ -22,7 +22,10 @@ from ftkit.config import child_environment
 from ftkit.errors import FtkitError
 
 SNAPSHOTS = ("http_snapshot", "same_host_snapshot")
-OURS = ("raw1", "raw2", "memcpy", "http", "http_snapshot", "same_host", "same_host_snapshot", "gloo")
+OURS = (
+    *("raw1", "raw2", "memcpy", "http", "http_snapshot", "same_host", "same_host_snapshot"),
+    *("gloo", "gloo_one_device"),
+)
 THEIRS = ("torchft_http", "torchft_http_4_chunks")
 SLACK = 2 << 30
 """Memory for two processes with torch, and for what is not in place."""

@@ -172,7 +172,9 @@ class Http:
 class Gloo:
     """Our transport over a gloo group of the two sides: in place, every chunk verified."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: int) -> None:
+        """With several devices, as by `GLOO_SOCKET_IFNAME=eth0,eth0`, the group has as many connections."""
+        self._devices = devices
         self._transport = DistributedTransport(HTTPTransport(token="bench"), timeout_s=LIMIT_S)
         self._store: TCPStore | None = None
         self._joining: list[threading.Thread] = []
@@ -181,7 +183,7 @@ class Gloo:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=LIMIT_S)
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._devices = [gloo.create_device(hostname="127.0.0.1") for _ in range(self._devices)]
         self._transport.configure(gloo(self._store, rank, 2, options), "bench")
 
     def open(self, state: State, version: str) -> str:
@@ -245,7 +247,8 @@ METHODS: Final[dict[str, Callable[[], Method]]] = {
     "http_snapshot": lambda: Http(snapshot=True),
     "same_host": lambda: Http(same_host=True),
     "same_host_snapshot": lambda: Http(same_host=True, snapshot=True),
-    "gloo": Gloo,
+    "gloo": lambda: Gloo(2),
+    "gloo_one_device": lambda: Gloo(1),
     "torchft_http": lambda: Torchft(0),
     "torchft_http_4_chunks": lambda: Torchft(4),
 }

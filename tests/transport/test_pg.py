@@ -33,6 +33,7 @@ class Group:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.bytes_sent = 0
+        self.tags: list[int] = []
         self.mute = False
         self.flip = False
         self.recv_left = 1 << 30
@@ -51,6 +52,7 @@ class Group:
             tensors = [tensors[0].clone()]
             tensors[0][5] ^= 1
         self.bytes_sent += tensors[0].numel()
+        self.tags.append(tag)
         return self._inner.send(tensors, rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
@@ -60,15 +62,15 @@ class Group:
         return self._inner.recv(tensors, rank, tag)
 
 
-def join_group(store: Any, rank: int, count: int) -> Any:
+def join_group(store: Any, rank: int, count: int, devices: int = 1) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=20)
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._devices = [gloo.create_device(hostname="127.0.0.1") for _ in range(devices)]
     return gloo(store, rank, count, options)
 
 
-def make_groups(count: int, store: Any = None, others: int = 0) -> list[Group]:
+def make_groups(count: int, store: Any = None, others: int = 0, devices: int = 1) -> list[Group]:
     """Make the first members of a group; `others` more join from elsewhere."""
     store = store or HashStore()
     groups: dict[int, Group] = {}
@@ -76,7 +78,7 @@ def make_groups(count: int, store: Any = None, others: int = 0) -> list[Group]:
     def join(rank: int) -> None:
         # A wait holds a TCPStore: each member needs its own connection to it.
         own = TCPStore("127.0.0.1", store.port, is_master=False) if isinstance(store, TCPStore) else store
-        groups[rank] = Group(join_group(own, rank, count + others))
+        groups[rank] = Group(join_group(own, rank, count + others, devices))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(count)]
     for thread in threads:
@@ -90,9 +92,16 @@ class Job:
     """Some sources and, last, a joiner."""
 
     def __init__(
-        self, make: Make, count: int, *, store: Any = None, others: int = 0, **settings: Any
+        self,
+        make: Make,
+        count: int,
+        *,
+        store: Any = None,
+        others: int = 0,
+        devices: int = 1,
+        **settings: Any,
     ) -> None:
-        self.groups = make_groups(count, store, others)
+        self.groups = make_groups(count, store, others, devices)
         https = [make(chunk_bytes=1 << 20) for _ in range(count)]
         self.members = [DistributedTransport(http, **{"timeout_s": 10.0, **settings}) for http in https]
         for member, group in zip(self.members, self.groups, strict=True):
@@ -152,6 +161,18 @@ def test_all_bytes_come_over_the_group_in_place(
     assert got["large"]["w3"].data_ptr() == before
     assert here.bytes_sent == size_of(state())
     assert all(group.bytes_sent > 0 for group in here.groups[:-1])
+
+
+def test_a_group_with_two_devices_is_used_by_both_of_each_source(
+    job: Callable[..., Job], assert_same: Same
+) -> None:
+    """gloo chooses the device by the tag; with every other bucket, a source would use only one of them."""
+    here = job(3, devices=2)
+    here.publish(state())
+    assert_same(here.fetch(state(0.0)), state())
+    assert here.bytes_sent == size_of(state())
+    for group in here.groups[:-1]:
+        assert {tag % 2 for tag in group.tags} == {0, 1}
 
 
 def test_views_of_one_tensor_are_sent_once(job: Callable[..., Job]) -> None:
