@@ -19,7 +19,7 @@ import msgspec
 from ftkit.core import events as ev
 from ftkit.core.judge import end_of, objection, outsiders, those_who_left
 from ftkit.core.model import Abort, Departed, Epoch, Policy, Record, Ticket
-from ftkit.core.quorum import Propose, Wait, decide, is_live, proposers
+from ftkit.core.quorum import Propose, View, Wait, decide, is_live, proposers, still_waits
 from ftkit.core.seen import RETRY_S, Repeater, Seen
 
 RECORD_GRACE_S = 1.0
@@ -27,6 +27,9 @@ RECORD_GRACE_S = 1.0
 
 PROPOSE_STAGGER_S = 0.1
 """The second and third proposer wait this much longer each: the first usually does the work."""
+
+ANSWER_S = 0.25
+"""How long the reason for waiting may name members who have stopped meanwhile."""
 
 
 class Member:
@@ -51,6 +54,8 @@ class Member:
         self._held: tuple[bool, Ticket | None] = (False, None)
         self._abort: Abort | None = None
         self._ready_since: float | None = None
+        self._answer: tuple[Epoch | None, Wait, float] | None = None
+        """Of which epoch the last decision was to wait, and when."""
         self._out_since: float | None = None
         self._over = 0
         self._invited: set[str] = set()
@@ -350,7 +355,7 @@ class Member:
             return
         if self.silent:
             return  # I3: on old knowledge nobody is given up
-        decision = decide(view, self.policy, now)
+        decision = self._decide(view, now)
         if isinstance(decision, Wait):
             self._ready_since = None
             if self.want is not None:
@@ -365,6 +370,17 @@ class Member:
             return
         epoch = self._epoch(decision)
         self._emit(out, "propose", ev.PutEpoch(epoch, self.seen.epoch_revision, decision.absent), now)
+
+    def _decide(self, view: View, now: float) -> Propose | Wait:
+        """Decide; look at all members only if what has changed may change the answer."""
+        if self._answer is not None:
+            epoch, answer, given = self._answer
+            if epoch is view.epoch and now < given + ANSWER_S and still_waits(view, answer, now):
+                self._sleep_until(given + ANSWER_S)
+                return answer
+        decision = decide(view, self.policy, now)
+        self._answer = (view.epoch, decision, now) if isinstance(decision, Wait) else None
+        return decision
 
     def _epoch(self, decision: Propose) -> Epoch:
         return Epoch(id=decision.id, seats=decision.seats, proposer=self.replica_id, reason=decision.reason)

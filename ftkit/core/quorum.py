@@ -50,6 +50,8 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     until: float | None = None
+    between: tuple[Seat, Seat] | None = None
+    """One who asks for the next epoch, and one who has yet to stop: see `still_waits`."""
 
 
 def epoch_id(view: View) -> int:
@@ -109,10 +111,12 @@ def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
     begun = min((view.tickets_seen.get(r, now) for r in old), default=now)
     missing = [r for r in staying if r not in candidates]  # rule 2
     if missing and old and now < begun + policy.join_timeout:
+        first = {s.replica_id: s for s in seats if s.replica_id in (old[0], missing[-1])}
         waited = f"{now - begun:.1f} s of {policy.join_timeout:g} s"
         return Wait(
             reason=f"waiting for {_names(missing)} of epoch {epoch_id(view)} to stop, {waited}",
             until=begun + policy.join_timeout,
+            between=(first[old[0]], first[missing[-1]]),
         )
 
     chosen = _admit(view, candidates, old, policy)  # rule 5
@@ -136,6 +140,19 @@ def decide(view: View, policy: Policy, now: float) -> Propose | Wait:
         if wait is not None:
             return wait
     return _proposal(view, candidates, chosen, old, given_up)
+
+
+def still_waits(view: View, wait: Wait, now: float) -> bool:
+    """Say whether `decide` would certainly wait still (rule 2), given that the epoch is the same.
+
+    The cost does not depend on the number of members, each of whom may be about to say that it has stopped.
+    """
+    if wait.between is None or wait.until is None or now >= wait.until:
+        return False
+    asking, working = wait.between
+    ticket = standing_ticket(view, asking.replica_id)
+    asks = ticket is not None and not ticket.leaving and is_live(view, asking)
+    return asks and is_live(view, working) and standing_ticket(view, working.replica_id) is None
 
 
 def _admit(view: View, candidates: Mapping[str, Ticket], old: list[str], policy: Policy) -> list[str]:
