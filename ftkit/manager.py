@@ -161,6 +161,7 @@ class Manager:
         if not self._joined:
             welcome = self._bootstrap.join(lambda: self._step.leaving is not None)
             self._progress.open(welcome.progress_file, self.settings.group_rank)
+            self._links.meet_siblings(self._bootstrap.group_store)
             self._joined = True
         if self._step.committing:
             self.finish_step()

@@ -1,7 +1,7 @@
 """Gather what the ranks of one replica group say into what the group says.
 
-Pure: no sockets, no clock. The group wants an epoch when all its ranks do; it says goodbye when all have;
-it is dead when one of them is.
+Pure: no sockets, no clock. The group wants an epoch when all its ranks do; it says goodbye when all have,
+or one that the others do not follow; it is dead when one of them is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ class Group:
         self.hellos: dict[int, msg.Hello] = {}
         self.wants: dict[int, msg.WantEpoch] = {}
         self.goodbyes: dict[int, msg.GoodbyeKeeper] = {}
+        self.deserted = False
+        """A rank has gone without the others, who cannot commit a step any more."""
         self._handed_on: ev.Want | None = None
         self._offered = 0
 
@@ -93,14 +95,14 @@ class Group:
         self._handed_on = None
 
     def goodbye(self) -> ev.Goodbye | None:
-        """Return the group's goodbye, when all its ranks have said it."""
-        if len(self.goodbyes) < self.size:
+        """Return the group's goodbye, when all its ranks have said it, or it is deserted."""
+        if not self.goodbyes or (len(self.goodbyes) < self.size and not self.deserted):
             return None
-        all_ = [self.goodbyes[r] for r in range(self.size)]
+        said = [self.goodbyes[r] for r in sorted(self.goodbyes)]
         return ev.Goodbye(
-            how=next((g.how for g in all_ if g.how != "left"), "left"),
-            version=min(g.version for g in all_),
-            planned=all(g.planned for g in all_),
+            how=next((g.how for g in said if g.how != "left"), "left"),
+            version=min(g.version for g in said),
+            planned=all(g.planned for g in said) and not self.deserted,
         )
 
     def how_died(self, rank: int, how: str) -> str:

@@ -48,6 +48,8 @@ CONTACT_S = 0.5
 _LAST_LOOK_S = 0.15
 """How long the news of a closed connection waits for the exit status of its process."""
 _FAREWELL_S = 2.0
+_FOLLOW_S = 0.05
+"""How long a rank that leaves unplanned waits for its siblings, who end at the same step if all is well."""
 
 
 class Keeper:
@@ -71,6 +73,7 @@ class Keeper:
         self._hearing = Hearing(settings.lease_ttl)
         self._give_up_at: float | None = None
         self._evict_at: float | None = None
+        self._follow_by: float | None = None
         # A rank that died together with the last keeper never comes back.
         self._return_by = time.monotonic() + settings.timeout if post.takeover else None
         self._waiting = ""
@@ -210,6 +213,8 @@ class Keeper:
             self._hand_on_want()
         else:
             self._group.goodbyes[session.rank] = item.message
+            if not item.message.planned and self._follow_by is None:
+                self._follow_by = time.monotonic() + _FOLLOW_S
             self._hand_on_goodbye()
 
     def _take_in(self, session: Session, hello: msg.Hello) -> None:
@@ -279,6 +284,16 @@ class Keeper:
         else:
             self._done = True  # it never was a member
 
+    def _end_with_deserter(self) -> None:
+        """A rank has left, by an exception say: so do the others of its group, and all members hear it."""
+        left = ", ".join(map(str, sorted(self._group.goodbyes)))
+        if self._dead or len(self._group.goodbyes) == self._group.size:
+            return
+        log.warning("%s: rank %s has left, so the group leaves", self._settings.replica_id, left)
+        self._group.deserted = True
+        self._tell_all(msg.PleaseLeave(what=f"rank {left} of the group has left"))
+        self._hand_on_goodbye()
+
     def _lose(self, session: Session, why: str) -> None:
         rank = session.rank
         del self._sessions[rank]
@@ -346,7 +361,7 @@ class Keeper:
             self._die("rank 0 ended before it had connected")
 
     def _deadlines(self) -> list[float]:
-        single = (self._give_up_at, self._evict_at, self._return_by)
+        single = (self._give_up_at, self._evict_at, self._return_by, self._follow_by)
         return [t for t in single if t is not None] + [until for until, _ in self._lost.values()]
 
     def _check_deadlines(self, now: float) -> None:
@@ -359,6 +374,9 @@ class Keeper:
             self._evict_at = None
             if self._die("evicted"):
                 self._arms.processes.kill()
+        if self._follow_by is not None and now >= self._follow_by:
+            self._follow_by = None
+            self._end_with_deserter()
         if self._return_by is not None and now >= self._return_by:
             self._return_by = None
             missing = self._group.missing()

@@ -53,7 +53,10 @@ class WantEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="want"):
 
 
 class GoodbyeKeeper(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
-    """Rank to keeper: I end in order; my closing connection is no death. Acted on when all ranks said it."""
+    """Rank to keeper: I end in order; my closing connection is no death.
+
+    Acted on when all ranks have said it, or a moment after one has that does not leave as planned.
+    """
 
     version: Version
     how: str = "left"

@@ -47,10 +47,13 @@ class Bootstrap:
         self._user_data = user_data
         self._running = running
         self.store: RendezvousStore | None = None
+        self.group_store = ""
+        """host:port of the rendezvous store of group rank 0."""
         self._group_store: object = None  # kept alive: rank 0 serves it
         incarnation = uuid.uuid4().hex
         if settings.group_rank == 0:
             self.store = RendezvousStore(settings.bind, settings.advertise)
+            self.group_store = self.store.address
         self.keeper = KeeperClient(
             settings,
             rank=settings.group_rank,
@@ -65,7 +68,7 @@ class Bootstrap:
         self._joined = False
 
     def _share(self, address: KeeperAddress | None) -> KeeperAddress:
-        """Let all ranks of the group know where its keeper is, over torchrun's store."""
+        """Let all ranks of the group know where its keeper and its store are, over torchrun's store."""
         settings = self._settings
         if settings.master_addr is None or settings.master_port is None:
             raise ConfigError(
@@ -78,11 +81,13 @@ class Bootstrap:
         found = rendezvous(url, settings.group_rank, settings.group_world_size)
         store, _, _ = next(found)
         self._group_store = store
-        key = f"ftkit/{settings.job}/{restart_count()}/keeper"
+        key = f"ftkit/{settings.job}/{restart_count()}"
         if address is not None:
-            store.set(key, msgspec.json.encode(address).decode())
+            store.set(f"{key}/store", self.group_store)
+            store.set(f"{key}/keeper", msgspec.json.encode(address).decode())
             return address
-        return msgspec.json.decode(store.get(key), type=KeeperAddress)
+        self.group_store = store.get(f"{key}/store").decode()
+        return msgspec.json.decode(store.get(f"{key}/keeper"), type=KeeperAddress)
 
     def _hello(self) -> Hello:
         settings = self._settings

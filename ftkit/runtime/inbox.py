@@ -95,11 +95,22 @@ class Inbox:
 
     def take_offer(self, timeout_s: float, interrupted: Callable[[], bool]) -> msg.EpochOffer | None:
         """Wait for the next offer; None when the time is over or `interrupted`. Raises what is fatal."""
-        return self._wait(timeout_s, lambda: self._offer, interrupted)
+        offer = self._wait(timeout_s, lambda: self._offer, interrupted)
+        with self._changed:
+            if self._offer is offer:
+                self._offer = None
+        return offer
 
     def wait_welcome(self, timeout_s: float, interrupted: Callable[[], bool]) -> msg.Welcome | None:
         """Wait until the group is a member of the job; None when the time is over or `interrupted`."""
         return self._wait(timeout_s, lambda: self.welcome, interrupted)
+
+    def wait_end(self, timeout_s: float) -> None:
+        """Wait until the keeper has said that this rank is to end, and why."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.fatal is not None or self.leave is not None or self.gone, timeout_s
+            )
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Wait until the goodbye has been written."""

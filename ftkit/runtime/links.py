@@ -1,6 +1,7 @@
 """What connects the members of one epoch: the gradients' process group, the votes, the votes inside a group.
 
-They are configured together, aborted together, and live exactly as long as the epoch.
+They are configured together, aborted together, and live exactly as long as the epoch. Only what the ranks of
+one group decide among themselves outlives it: they begin and end each step together, whatever becomes of it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Links:
         self.inner: BallotBox | None = None
         if settings.group_world_size > 1:
             self.inner = BallotBox(timeout_s=settings.collective_timeout, hostname=host)
+        self.siblings: BallotBox | None = None
+        """The other ranks of this group, from `meet_siblings` to the end."""
         self._forming = Background()
         self._form: Callable[[], None] = self._check
         self._lock = threading.Lock()
@@ -44,6 +47,20 @@ class Links:
     def _parts(self) -> list[ProcessGroup | BallotBox]:
         parts: list[ProcessGroup | BallotBox] = [self.votes, self.data]
         return parts if self.inner is None else [*parts, self.inner]
+
+    def meet_siblings(self, store: str) -> None:
+        """Meet the other ranks of this group at their store (host:port), once and for all.
+
+        Raises:
+            GroupError: they did not come within `timeout`.
+        """
+        settings = self._settings
+        if self.inner is None or self.siblings is not None:
+            return
+        host = "" if settings.bind in WILDCARDS else settings.bind
+        self.siblings = BallotBox(timeout_s=settings.quorum_timeout, hostname=host)
+        place = (settings.group_rank, settings.group_world_size)
+        self.siblings.configure(store, f"{settings.job}/siblings", *place, timeout_s=settings.timeout)
 
     def begin(self) -> None:
         """Allow the next `configure`; an `abort` from here on also stops one that is on its way."""
@@ -108,6 +125,8 @@ class Links:
         """Give everything back."""
         for part in self._parts():
             part.close()
+        if self.siblings is not None:
+            self.siblings.close()
         self._forming.finish()
 
     def agree(self, values: list[int], *, inside: bool = False, timeout_s: float | None = None) -> list[int]:

@@ -16,6 +16,7 @@ from torch.distributed import Work
 from ftkit.config import Settings
 from ftkit.core.vote import Lineage, Verdict, tally
 from ftkit.errors import FtkitError, GroupError, Left, StepFailed
+from ftkit.groups.ballots import BallotBox
 from ftkit.keeper.client import KeeperClient
 from ftkit.keeper.messages import GoodbyeKeeper
 from ftkit.keeper.progress import Phase
@@ -30,6 +31,9 @@ from ftkit.runtime.reformer import Reformer
 from ftkit.runtime.weights import Weights
 
 logger = logging.getLogger(__name__)
+
+LAST_WORD_S = 2.0
+"""How long the keeper may take to tell what has become of a rank that has closed its connections."""
 
 PATIENCE = 3
 """A member that itself fails leaves after `max_retries`; the others bear with it this many times longer."""
@@ -136,7 +140,7 @@ class Step:
         self._reformer.wait_idle()
         while True:
             unfinished, self._reformer.unfinished = self._reformer.unfinished, None
-            if membership.epoch is None or membership.error is not None or self._planned:
+            if self._must_change():
                 self._change_epoch()
             elif unfinished is not None:
                 self._entry.finish(unfinished)
@@ -153,6 +157,33 @@ class Step:
         self._progress.mark(Phase.COMPUTE)
         if membership.error is not None:  # in this very moment
             self._reformer.wake()
+
+    def _must_change(self) -> bool:
+        """Say whether the running epoch cannot be used any more; all ranks of a group say the same.
+
+        Else one would begin a step and wait, in a collective of the user's, for another that wants an epoch.
+        """
+        membership = self.membership
+        must = membership.epoch is None or membership.error is not None or self._planned
+        siblings = self._links.siblings
+        if siblings is None:
+            return must
+        self._release_peers()
+        try:
+            must, leaving = map(bool, siblings.highest([int(must), int(self._asked_to_leave())]))
+        except GroupError as error:
+            self._inbox.wait_end(LAST_WORD_S)
+            if self._inbox.fatal is None and self._asked_to_leave():
+                self.leave(planned=False)
+            raise self._inbox.fatal or StepFailed(f"a rank of this group has ended: {error}") from error
+        if must and leaving and self.leaving is None:
+            self.leaving = "another rank of the group leaves"
+        return must
+
+    def _release_peers(self) -> None:
+        """When the epoch is over, let go of its members, for whom the siblings may wait."""
+        if self.membership.error is not None:
+            self._links.abort(first_line(self.membership.error))
 
     def reduce(
         self,
@@ -203,9 +234,14 @@ class Step:
             self._blocked_since = None
 
     def _may_salvage(self) -> bool:
+        """With several ranks in the group the step is repeated: one could not salvage it without the others.
+
+        They are at different gradients, and one that has lost its step waits for the others in a collective
+        of the user's, while these wait for it to ask for an epoch.
+        """
         membership = self.membership
         lost = membership.error_is_own or membership.left_out or self._weights.used
-        return self._in_step and not lost
+        return self._in_step and not lost and self._links.inner is None
 
     # -- the vote ----------------------------------------------------------------------------------
 
@@ -226,10 +262,22 @@ class Step:
         return True
 
     def _cast(self) -> Verdict | None:
-        """Carry the ballots; None when the vote itself failed."""
+        """Vote with the peers, then inside the group; None when the vote itself failed."""
+        membership = self.membership
+        lost = membership.error is not None or self.collectives.failed or membership.epoch is None
+        # When it is lost the others learn it from `abort`, they may be stuck in a collective.
+        verdict = None if lost else self._vote_with_peers()
+        if self._links.siblings is not None:
+            self._release_peers()
+            verdict = self._agree_inside(self._links.siblings, verdict)
+        if verdict is None and not lost:
+            self.lineage.lose_vote()
+        return verdict
+
+    def _vote_with_peers(self) -> Verdict | None:
         epoch, plan = self.membership.epoch, self.membership.plan
-        if self.membership.error is not None or self.collectives.failed or epoch is None or plan is None:
-            return None  # the others learn it from `abort`, they may be stuck in a collective
+        assert epoch is not None, "as its caller has seen"
+        assert plan is not None, "as its caller has seen"
         fence = self.membership.fence()
         if fence is not None:
             self.membership.report(FtkitError(fence))
@@ -246,20 +294,16 @@ class Step:
                 participants=plan.num_replicas,
                 min_replicas=self._settings.min_replicas,
             )
-        if self._links.inner is not None:
-            verdict = self._agree_inside(verdict)
-        if verdict is None:
-            self.lineage.lose_vote()
         return verdict
 
-    def _agree_inside(self, verdict: Verdict | None) -> Verdict | None:
+    def _agree_inside(self, siblings: BallotBox, verdict: Verdict | None) -> Verdict | None:
         """All ranks of a group commit, or none does: each has voted with its own peers only."""
         lost = int(verdict is None)
         no = int(verdict is None or not verdict.commit)
         switch = int(verdict is None or verdict.reconfigure)
         ballot = [lost, no, switch, int(self.leaving is not None)]
         try:
-            ballot = self._links.agree(ballot, inside=True)
+            ballot = siblings.highest(ballot)
         except GroupError as error:
             self.membership.report(error)
             return None

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="no DDP: average with allreduce")
     parser.add_argument("--batch-norm", action="store_true", help="with buffers that differ by replica")
     parser.add_argument("--shared-state", action="store_true", help="callbacks use a collective of the group")
+    parser.add_argument("--lag-ms", type=float, default=0, help="of rank 0, in whose steps all ranks meet")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(
@@ -79,7 +80,7 @@ def main() -> None:
         inner.load_state_dict(state["optimizer"])
 
     manager = ftkit.Manager(load_state_dict=load, state_dict=save)
-    if args.shared_state:
+    if args.shared_state or args.lag_ms:
         dist.init_process_group("gloo")
     manager.on_event(lambda e: say(event=e.kind, at=e.monotonic, epoch=e.epoch, step=e.step, detail=e.detail))
     net = model if args.plain else ftkit.DistributedDataParallel(manager, model)
@@ -89,6 +90,8 @@ def main() -> None:
     once = {"fail": args.fail_at, "report": args.report_at, "gil": args.hold_gil_at}
     while manager.current_step() < args.steps and not (args.until and os.path.exists(args.until)):
         before = manager.current_step()
+        if args.lag_ms and dist.get_rank() == 0:
+            time.sleep(args.lag_ms / 1e3)
         optimizer.zero_grad()
         step, buffers = manager.current_step(), digest(*model.buffers())
         x = torch.rand(
@@ -100,6 +103,8 @@ def main() -> None:
         time.sleep(args.period_ms / 1e3)
         loss = net(x).square().mean()
         loss.backward()
+        if args.lag_ms:
+            dist.all_reduce(torch.ones(1))
         if args.plain:
             for p in model.parameters():
                 manager.allreduce(p.grad).wait()
