@@ -38,6 +38,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--groups", type=int, default=3, metavar="N", help="replica groups (default: 3)")
+    add("--nproc-per-group", type=int, default=1, metavar="M", help="ranks of each group (default: 1)")
     add("--seconds", type=float, default=60.0, metavar="S", help="time in which faults strike (default: 60)")
     add("--count", type=int, metavar="N", help="end after so many faults, however long it takes")
     add("--seed", type=int, default=0, help="of the faults (default: 0)")
@@ -115,6 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     setup = Setup(
         folder=new_folder(args.out),
         groups=args.groups,
+        ranks=args.nproc_per_group,
         min_replicas=args.min_replicas,
         lease_ttl=args.lease_ttl,
         step_time_s=args.step_time,

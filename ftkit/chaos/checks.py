@@ -226,10 +226,11 @@ def survivors_stay(log: Log) -> Outcome:
     """No trainer ends with an error, and none ends without a word that nobody killed."""
     wrong: list[Violation] = []
     killed = {e.line.pid for e in log.faults if e.line.kind in DEADLY}
+    bereaved = _bereaved(log)
     unexplained = on_purpose = 0
     for life in log.lives:
         end = life.end
-        if life.pid in killed and (end is None or end.line.error):
+        if (life.pid in killed or id(life) in bereaved) and (end is None or end.line.error):
             on_purpose += 1
         elif end is not None:
             if end.line.error:
@@ -243,6 +244,21 @@ def survivors_stay(log: Log) -> Outcome:
     if unexplained and not log.over:
         note += f", {unexplained} without a last word (killed, or still running: no fault lines tell)"
     return outcome("survivors never end with an error", len(log.lives), note, wrong, "there is no process")
+
+
+def _bereaved(log: Log) -> set[int]:
+    """Return the lives, by their `id`, that had a rank of their own group killed: it takes them along."""
+    found = set()
+    for fault in (e.line for e in log.faults if e.line.kind in DEADLY):
+        group = [x for x in log.lives if x.replica == fault.replica]
+        for victim in (x for x in group if x.pid == fault.pid):
+            for life in group:
+                first, last = life.entries[0].line.monotonic, life.entries[-1].line.monotonic
+                # A last word comes after the fault that it is due to.
+                began = fault.monotonic if life.end else victim.entries[0].line.monotonic
+                if life.rank != victim.rank and first <= fault.monotonic and last >= began:
+                    found.add(id(life))
+    return found
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True):

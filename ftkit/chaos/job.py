@@ -45,6 +45,8 @@ class Setup:
 
     folder: Path
     groups: int = 3
+    ranks: int = 1
+    """Of each group."""
     min_replicas: int = 1
     lease_ttl: int = 2
     step_time_s: float = 0.1
@@ -63,7 +65,9 @@ class Job:
         for part in (self.journal, folder / "logs", folder / "orders"):
             part.mkdir(parents=True, exist_ok=True)
         self.names = tuple(f"trainer-{i}" for i in range(setup.groups))
-        self.story = Story()
+        self.stories = tuple(Story() for _ in range(setup.ranks))
+        """What the ranks of each number tell."""
+        self.story = self.stories[0]
         self.trouble = ""
         self.gauges = Gauges()
         self.etcd = Servers(folder / "etcd", JOB, num=setup.etcd_servers, auth=setup.etcd_auth)
@@ -97,6 +101,7 @@ class Job:
             env["FTKIT_ETCD_USER"] = self.etcd.user
         etcd = ",".join(self._network[name].urls)
         words = ["--groups", 1, "--first-index", self.names.index(name), "--etcd", etcd, "--job", JOB]
+        words += ["--nproc-per-group", setup.ranks]
         words += ["--min-replicas", setup.min_replicas, "--restart-delay", 0.2, "--max-restart-delay", 1]
         words += ["--max-restarts", -1, "--grace", 20, "--log-dir", folder / "logs", "--"]
         words += ["-m", "ftkit.chaos.inside", "--orders", folder / "orders"]
@@ -118,7 +123,7 @@ class Job:
     def look(self) -> float:
         """Take in what the journals tell, take back faults that are due; return the time."""
         for line in self._tail.poll():
-            self.story.absorb(line)
+            self.stories[line.rank].absorb(line)
         now = time.monotonic()
         for due in [u for u in self._undo if u[0] <= now]:
             self._undo.remove(due)
@@ -146,7 +151,11 @@ class Job:
     def together(self) -> bool:
         """Say whether all groups commit in one epoch, each after what was last done to it."""
         busy = self._undo or self.waiting()
-        return not busy and self.story.together(self.names) and self.fit() == set(self.names)
+        return (
+            not busy
+            and all(story.together(self.names) for story in self.stories)
+            and self.fit() == set(self.names)
+        )
 
     def waiting(self) -> set[str]:
         """Return the groups whose order still waits; those that have taken theirs are struck from now on."""
@@ -160,8 +169,9 @@ class Job:
         """Return the groups that have committed of late, and after what was done to them."""
         found, now = set(), time.monotonic()
         for name in self.names:
-            last = self.story.last_commit(name)
-            if last is not None and last.monotonic > max(self._struck.get(name, 0.0), now - 2.0):
+            since = max(self._struck.get(name, 0.0), now - 2.0)
+            commits = [story.last_commit(name) for story in self.stories]
+            if all(last is not None and last.monotonic > since for last in commits):
                 found.add(name)
         return found
 
@@ -207,7 +217,7 @@ class Job:
         elif TABLE[kind].phase:
             self._order(fault, name)
         else:
-            undo = self._victim(name).strike(kind)
+            undo = self._victim(name).strike(kind, fault.chance)
         self._struck[name] = time.monotonic()
         if undo is not None:
             self._later(fault.lasting, name, undo)
@@ -220,7 +230,7 @@ class Job:
         if fault.lasting:
             self._later(fault.lasting, name, lambda: None)  # it ends by itself
         if fault.kind in ("kill-in-meeting", "kill-joiner"):
-            self._victim(name).strike("kill")  # its successor reads the order
+            self._victim(name).strike("kill", fault.chance)  # its successor reads the order
         elif fault.kind in TAKES_TWO:
             other = self.names[(fault.victim + 1) % len(self.names)]
             self._victim(other).strike("kill")

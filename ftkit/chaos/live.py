@@ -195,7 +195,7 @@ class Live:
                 self._etcd.revoke(member.lease)
             return f"{kind} of {', '.join(m.replica_id for m in chosen)}"
         member = chosen[0]
-        undo = self._victim(member).strike(kind)
+        undo = self._victim(member).strike(kind, fault.chance)
         if undo is not None:
             self._undo.append((time.monotonic() + fault.lasting, member.replica_id, undo))
         lasting = f" for {fault.lasting:.1f} s" if fault.lasting else ""

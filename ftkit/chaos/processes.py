@@ -35,6 +35,25 @@ def keepers_of(pid: int) -> list[int]:
     return [child for child in children_of(pid) if is_keeper(child)]
 
 
+def parent_of(pid: int) -> int | None:
+    """Return the process that has started it, or adopted it; None when it is gone."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Return the ranks of a trainer's replica group on this machine, in their order.
+
+    They are the children of one launcher that run under one name, as their environment tells.
+    """
+    name, parent = variables_of(pid).get("FTKIT_REPLICA_ID"), parent_of(pid)
+    if not name or not parent or parent == 1:
+        return [pid]
+    ranks = {p: int(variables_of(p).get("RANK", "0")) for p in children_of(parent) if is_trainer(p, name)}
+    return sorted({pid, *ranks}, key=lambda p: ranks.get(p, 0))
+
+
 def variables_of(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with; empty when it may not be read."""
     with contextlib.suppress(OSError):

@@ -10,23 +10,25 @@ from collections.abc import Callable, Sequence
 
 from ftkit.chaos.faults import Fault
 from ftkit.chaos.orders import Order
-from ftkit.chaos.processes import Process, find, keepers_of
+from ftkit.chaos.processes import Process, find, keepers_of, ranks_of
 
 Undo = Callable[[], None]
 Note = Callable[[signal.Signals, int], None]
 """Told of each signal and its process before it is sent: who dies of it cannot be found without its cause."""
 
 SIGNALS = {
-    "kill": (signal.SIGKILL, "trainer"),
-    "lose-machine": (signal.SIGKILL, "keeper, trainer"),
-    "blink": (signal.SIGSTOP, "keeper, trainer"),
-    "freeze": (signal.SIGSTOP, "keeper, trainer"),
-    "freeze-trainer": (signal.SIGSTOP, "trainer"),
+    "kill": (signal.SIGKILL, "one"),
+    "lose-machine": (signal.SIGKILL, "keeper, all"),
+    "blink": (signal.SIGSTOP, "keeper, all"),
+    "freeze": (signal.SIGSTOP, "keeper, all"),
+    "freeze-trainer": (signal.SIGSTOP, "one"),
     "expire-lease": (signal.SIGSTOP, "keeper"),
-    "drain": (signal.SIGTERM, "trainer"),
+    "drain": (signal.SIGTERM, "one"),
     "kill-keeper": (signal.SIGKILL, "keeper"),
 }
-"""What a kind of fault sends, and to whom: the keeper first, who of a lost machine can tell nothing."""
+"""What a kind of fault sends, and to whom: the keeper first, who of a lost machine can tell nothing.
+
+Of several ranks one is struck, or all."""
 
 
 class Victim:
@@ -37,20 +39,26 @@ class Victim:
         self.name = name
         self._note = note
         trainer = find(pid, is_meant)
-        self._trainers = [] if trainer is None else [trainer]
-        # While we hold the trainer, its children are its own.
-        pids = [] if trainer is None else keepers_of(pid)
-        found = [find(keeper, lambda k=keeper: k in keepers_of(pid)) for keeper in pids]  # type: ignore[misc]
-        self._keepers = [keeper for keeper in found if keeper is not None]
+        self._trainers: list[Process] = []
+        self._keepers: list[Process] = []
+        if trainer is not None:
+            # While we hold the trainer, its children and its siblings are its own.
+            others = [rank for rank in ranks_of(pid) if rank != pid]
+            self._trainers = [trainer, *_found(others, lambda: ranks_of(pid))]
+            self._keepers = _found(keepers_of(pid), lambda: keepers_of(pid))
 
-    def strike(self, kind: str) -> Undo | None:
-        """Send what the kind says; return what takes it back, None when that cannot be."""
+    def strike(self, kind: str, chance: float = 0.0) -> Undo | None:
+        """Send what the kind says; return what takes it back, None when that cannot be.
+
+        `chance`, below 1, chooses the rank where one of several is struck."""
         number, whom = SIGNALS[kind]
         struck: list[Process] = []
         if "keeper" in whom:
             struck += self._keepers
-        if "trainer" in whom:
+        if "all" in whom:
             struck += self._trainers
+        elif "one" in whom and self._trainers:
+            struck.append(self._trainers[min(int(chance * len(self._trainers)), len(self._trainers) - 1)])
         self._signal(number, struck)
         if number == signal.SIGSTOP:
             return lambda: self._end(signal.SIGCONT, struck)
@@ -68,6 +76,12 @@ class Victim:
         for process in (*self._keepers, *self._trainers):
             process.close()
         self._keepers, self._trainers = [], []
+
+
+def _found(pids: Sequence[int], among: Callable[[], list[int]]) -> list[Process]:
+    """Return the processes that are still among those meant when their pids cannot change any more."""
+    found = [find(pid, lambda pid=pid: pid in among()) for pid in pids]  # type: ignore[misc]
+    return [process for process in found if process is not None]
 
 
 ACTS = {"raise-in-update": "raise"}

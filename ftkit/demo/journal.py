@@ -19,6 +19,8 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     monotonic: float
     replica: str
     pid: int
+    rank: int = 0
+    """Inside of the replica group."""
 
 
 class Start(_Line, frozen=True, kw_only=True, tag="start"):

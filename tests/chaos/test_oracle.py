@@ -11,7 +11,7 @@ import pytest
 from ftkit.chaos.log import parse, read
 from ftkit.chaos.oracle import Verdict, as_text, judge, judge_folder
 from ftkit.cli.main import main
-from tests.chaos.job import Files, Row, attempt, find, healthy, log_of, row, written
+from tests.chaos.job import Files, Row, attempt, end, find, healthy, log_of, row, written
 
 
 def broken(verdict: Verdict) -> dict[str, list[str]]:
@@ -166,6 +166,20 @@ def test_a_broken_promise_is_caught(spoil: Callable[[Files], None], check: str, 
     found = broken(verdict)
     assert check in found, as_text(verdict)
     assert any(words in text for text in found[check]), found
+
+
+def test_a_rank_may_end_with_the_one_that_was_killed_beside_it_but_not_before() -> None:
+    """A group of several ranks lives and dies together."""
+    files = healthy()
+    beside = [
+        row("start", 0.0, "b", 9, rank=1),
+        {**end("b", 3.3, "1-2", 8, pid=9), "rank": 1, "error": "alone"},
+    ]
+    files["b.1.jsonl"] = beside
+    check = "survivors never end with an error"
+    assert check not in broken(judge(log_of(files)))
+    beside[1]["monotonic"] = 3.1
+    assert "b/1 (pid 9) ended with alone" in str(broken(judge(log_of(files)))[check])
 
 
 def test_every_check_has_a_seeded_bug() -> None:
