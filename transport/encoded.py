@@ -192,9 +192,13 @@ def decode(data: bytes | bytearray | memoryview, into: object = None) -> object:
     if len(content) != manifest.size:
         raise MalformedState(f"the file holds {len(content)} bytes of data instead of {manifest.size}")
     plan = Plan(manifest, into)
-    start = 0
-    for view in plan.views(0, manifest.size):
-        view[:] = content[start : start + len(view)]
-        start += len(view)
-    plan.accept(0, manifest.size)
-    return plan.result()
+    try:
+        for start in range(0, manifest.size, manifest.chunk):
+            at, end = start, min(manifest.size, start + manifest.chunk)
+            for view in plan.views(start, end):
+                view[:] = content[at : at + len(view)]
+                at += len(view)
+            plan.accept(start, end)
+        return plan.result()
+    finally:
+        plan.close()

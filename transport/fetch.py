@@ -123,6 +123,8 @@ class Fetch:
             session.end()
             if self._ahead is not None:
                 self._ahead.wait_ended()
+            if session.plan is not None:
+                session.plan.close()
         self._report(whole=True)
         return plan.result()
 

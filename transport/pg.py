@@ -306,50 +306,52 @@ class _Receiver:
 
     def _receive(self, session: Session, source: Source, rank: int, left: list[tuple[int, int]]) -> None:
         """Receive bucket by bucket; remove from `left` what has arrived."""
-        under_way: list[tuple[Any, torch.Tensor, list[memoryview]]] = []
+        plan = session.work[2]
+        under_way: list[tuple[Any, torch.Tensor, bool]] = []
         coming = list(enumerate(left, self._tag))
         try:
             while left:
                 while coming and len(under_way) < AHEAD:
                     session.check()
                     tag, (start, end) = coming.pop(0)
-                    views = session.work[2].views(start, end)
-                    single = len(views) == 1
+                    views = plan.views(start, end) if plan.in_place(start, end) else []
+                    in_place = len(views) == 1
                     tensor = (
                         torch.frombuffer(views[0], dtype=torch.uint8)
-                        if single
+                        if in_place
                         else torch.empty(end - start, dtype=torch.uint8, device="cpu")
                     )
-                    work = self._group.recv([tensor], rank, tag)
-                    under_way.append((work, tensor, [] if single else views))
+                    under_way.append((self._group.recv([tensor], rank, tag), tensor, in_place))
                 begun = time.monotonic()
-                work, tensor, views = under_way[0]
+                work, tensor, in_place = under_way[0]
                 _wait(work, min(self._timeout_s, session.deadline - begun))
                 del under_way[0]
-                at = 0
-                for view in views:
-                    view[:] = tensor[at : at + len(view)].numpy().data
-                    at += len(view)
                 start, end = left.pop(0)
-                self._arrived(session, source, start, end, time.monotonic() - begun)
+                self._arrived(session, source, start, end, None if in_place else tensor.numpy().data)
+                with session.changed:
+                    source.busy_s += time.monotonic() - begun
         finally:
             for work, _, _ in under_way:
                 _end(work, self._timeout_s)  # so that it cannot write any more
 
-    def _arrived(self, session: Session, source: Source, start: int, end: int, busy_s: float) -> None:
-        """Note the bytes of a bucket, and check the chunks that are complete."""
-        _, ledger, _ = session.work
+    def _arrived(
+        self, session: Session, source: Source, start: int, end: int, elsewhere: memoryview | None
+    ) -> None:
+        """Note the bytes of a bucket, put them into place if they are not there, check what is complete."""
+        _, ledger, plan = session.work
         while start < end:
             stop = min(end, (start // ledger.chunk + 1) * ledger.chunk)
+            kept = ledger.verified[start // ledger.chunk]
+            if elsewhere is not None:
+                piece, elsewhere = elsewhere[: stop - start], elsewhere[stop - start :]
+                for view in () if kept else plan.views(start, stop):
+                    view[:], piece = piece[: len(view)], piece[len(view) :]
             with session.changed:
                 source.bytes_received += stop - start
-                kept = ledger.verified[start // ledger.chunk]
                 chunk = None if kept else ledger.arrived(source.address, start, stop)
             if chunk is not None:
                 session.check_chunk(chunk)
             start = stop
-        with session.changed:
-            source.busy_s += busy_s
 
 
 def _gather(views: Views, start: int, end: int, reader: HostReader, *, in_place: bool) -> torch.Tensor:

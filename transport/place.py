@@ -2,14 +2,15 @@
 
 A plan is made from a manifest and from the state to receive into. It refuses before anything is written
 if the two do not fit. Blocks whose layout here equals that at the source are received straight into the
-tensors' memory; others (on a device, or strided in another way) pass through a host buffer that lives
-until the block is complete. Knows no sockets.
+tensors' memory; those strided in another way pass through a host buffer that lives until the block is
+complete, and those on a device chunk by chunk through a ring of host buffers. Knows no sockets.
 """
 
 from __future__ import annotations
 
 import bisect
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from transport.errors import MalformedState, StateMismatch
 from transport.layout import mask_unit, referenced_units
 from transport.manifest import Block, Manifest, TensorEntry
 from transport.match import Target, match
-from transport.staging import host_buffer, wait_for_device
+from transport.staging import Copies, Ring, copies_to, wait_for_device
 from transport.tensors import (
     bytes_in_storage,
     is_gapless,
@@ -46,15 +47,21 @@ class _Home:
     """Tensors that are allocated from the unpacked block."""
     direct: bool = False
     """The memory is that of tensors to receive into, all of it."""
-    stage: memoryview | None = None
-    staged: torch.Tensor | None = None
+    view: memoryview | None = None
+    """The memory; None where sockets cannot write, so that a verified chunk is copied there."""
 
 
 class Plan:
-    """The places in memory of all bytes of one data section. Thread safe after construction."""
+    """The places in memory of all bytes of one data section. Thread safe after construction.
+
+    What does the copies to a device is chosen by its kind, unless `copies` is given: then all memory counts
+    as a device's.
+    """
+
+    _ring: Ring | None = None
 
     @torch.no_grad()
-    def __init__(self, manifest: Manifest, into: object) -> None:
+    def __init__(self, manifest: Manifest, into: object, *, copies: Copies | None = None) -> None:
         self.manifest = manifest
         self._lock = threading.Lock()
         self._targets = match(manifest, into)
@@ -72,6 +79,13 @@ class Plan:
         for index, entry in enumerate(manifest.tensors):
             members[entry.block].append(index)
         homes = [self._home(block, indices) for block, indices in zip(manifest.blocks, members, strict=True)]
+        devices = {home.memory.device for home in homes}
+        remote = {device for device in devices if copies is not None or device.type != "cpu"}
+        if remote:
+            self._ring = Ring(min(manifest.chunk, manifest.size), remote, copies or copies_to(remote))
+        for home in homes:
+            if home.memory.device not in remote:
+                home.view = memory_view(home.memory)
         for home in homes:
             if not home.block.nbytes:
                 self._complete(home)
@@ -81,79 +95,73 @@ class Plan:
     def views(self, start: int, end: int) -> list[memoryview]:
         """Return the writable memory for bytes `start` to `end` of the data section, in order."""
         result = []
-        index = bisect.bisect_right(self._starts, start) - 1
-        while start < end:
-            home = self._homes[index]
-            view = home.stage
-            if view is None:
-                view = self._open(home)
-            low = start - home.block.offset
-            piece = view[low : low + end - start]
-            result.append(piece)
-            start += len(piece)
-            index += 1
+        for home, low, high in self._pieces(start, end):
+            if home.view is not None:
+                result.append(home.view[low - home.block.offset : high - home.block.offset])
+                continue
+            assert self._ring is not None
+            size = self.manifest.chunk
+            for chunk in range(low // size, -(-high // size)):
+                at = chunk * size
+                buffer = memory_view(self._ring.buffer(chunk))
+                result.append(buffer[max(low, at) - at : min(high, at + size) - at])
         return result
 
-    @property
-    def bytes_in_place(self) -> int:
-        """Return how many of the bytes are received into memory where they stay."""
-        return sum(home.block.nbytes for home in self._homes if home.memory.device.type == "cpu")
-
-    def in_place(self, start: int, end: int) -> bool:
-        """Say whether the memory for these bytes stays as it is once they have come."""
-        index = bisect.bisect_right(self._starts, start) - 1
-        while start < end:
-            home = self._homes[index]
-            if home.memory.device.type != "cpu":
-                return False  # only on their way there
-            start = home.block.offset + home.block.nbytes
-            index += 1
-        return True
-
-    def is_destination(self, start: int, end: int) -> bool:
-        """Say whether the memory for these bytes holds what is to be overwritten, and is all that will be."""
-        index = bisect.bisect_right(self._starts, start) - 1
-        while start < end:
-            home = self._homes[index]
-            if not home.direct:
-                return False
-            start = home.block.offset + home.block.nbytes
-            index += 1
-        return True
-
-    @torch.no_grad()
-    def accept(self, start: int, end: int) -> None:
-        """Note that these bytes (never before accepted ones) have arrived and are verified."""
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[_Home, int, int]]:
+        """Yield the blocks in which a range of bytes lies, and from where to where."""
         index = bisect.bisect_right(self._starts, start) - 1
         while start < end:
             home = self._homes[index]
             high = min(end, home.block.offset + home.block.nbytes)
-            with self._lock:
-                home.missing -= high - start
-                complete = home.missing == 0
-            if complete:
-                self._complete(home)
+            yield home, start, high
             start = high
             index += 1
 
+    @property
+    def bytes_in_place(self) -> int:
+        """Return how many of the bytes are received into memory where they stay."""
+        return sum(home.block.nbytes for home in self._homes if home.view is not None)
+
+    def in_place(self, start: int, end: int) -> bool:
+        """Say whether the memory for these bytes stays as it is once they have come."""
+        return all(home.view is not None for home, _, _ in self._pieces(start, end))
+
+    def is_destination(self, start: int, end: int) -> bool:
+        """Say whether the memory for these bytes holds what is to be overwritten, and is all that will be."""
+        return all(home.direct and home.view is not None for home, _, _ in self._pieces(start, end))
+
+    @torch.no_grad()
+    def accept(self, start: int, end: int) -> None:
+        """Note that a chunk (never before accepted) has arrived and is verified."""
+        places = [
+            (home.memory[low - home.block.offset : high - home.block.offset], low - start)
+            for home, low, high in self._pieces(start, end)
+            if home.view is None
+        ]
+        if places:
+            assert self._ring is not None
+            self._ring.leave(start // self.manifest.chunk, places)
+        for home, low, high in self._pieces(start, end):
+            with self._lock:
+                home.missing -= high - low
+                complete = home.missing == 0
+            if complete:
+                self._complete(home)
+
     def result(self) -> object:
         """Return the whole state, once all bytes have been accepted."""
+        if self._ring is not None:
+            self._ring.flush()
         return unflatten(self.manifest.tree, self._results)
 
-    def _open(self, home: _Home) -> memoryview:
-        with self._lock:
-            if home.stage is None:
-                memory = home.memory
-                if memory.device.type != "cpu":
-                    home.staged = memory = host_buffer(home.block.nbytes, memory.device)
-                home.stage = memory_view(memory)
-            return home.stage
+    def close(self) -> None:
+        """Return once nothing is written to the tensors any more; to be called when the fetch has ended."""
+        if self._ring is not None:
+            self._ring.close()
 
     def _complete(self, home: _Home) -> None:
-        if home.staged is not None:
-            home.memory.copy_(home.staged)
-            wait_for_device(home.memory.device)
-            home.staged = home.stage = None
+        if self._ring is not None and (home.copies or home.late or home.block.pack == "mask"):
+            self._ring.flush()
         memory = home.memory
         if home.block.pack == "mask":
             memory = self._unpack(home)
@@ -194,7 +202,7 @@ class Plan:
             if direct is not None:
                 memory, in_place = direct
                 copies = [(entries[i], t) for i, t in present if i not in in_place]
-                return _Home(block, memory, block.nbytes, copies, absent, direct=memory.device.type == "cpu")
+                return _Home(block, memory, block.nbytes, copies, absent, direct=True)
         if block.pack == "mask" or present:
             memory = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
         else:
