@@ -24,7 +24,8 @@ import msgspec
 from ftkit.chaos import plot
 from ftkit.chaos.faults import Fault, plan
 from ftkit.chaos.job import Setup
-from ftkit.chaos.kinds import ALL, DEFAULT, OF_THREE, TABLE
+from ftkit.chaos.kinds import ALL, DEFAULT, OF_THREE, PARTITIONS, TABLE
+from ftkit.chaos.netns import missing
 from ftkit.chaos.result import report
 from ftkit.chaos.run import Bounds, play
 from ftkit.chaos.servers import impossible
@@ -70,10 +71,16 @@ def wanted(args: argparse.Namespace) -> list[str]:
     """Return the kinds of faults; what the job's etcd cannot suffer is left out, or refused by name."""
     chosen = [k.strip() for k in args.faults.split(",")] if args.faults else []
     reasons = {k: impossible(k, num=args.etcd_servers, auth=args.etcd_auth) for k in ALL}
+    if not chosen or set(chosen) & set(PARTITIONS):
+        why_not = missing()
+        reasons |= {k: f"{k} needs network namespaces: {why_not}" for k in PARTITIONS if why_not}
     for kind in chosen:
         if reasons.get(kind):
             raise ConfigError(reasons[kind])
-    usual = {*DEFAULT, *OF_THREE, "etcd-expire-token"}
+    usual = {*DEFAULT, *OF_THREE, *PARTITIONS, "etcd-expire-token"}
+    for kind in () if chosen else PARTITIONS:
+        if reasons[kind]:
+            print(f"left out: {reasons[kind]}", file=sys.stderr)
     return chosen or [k for k in ALL if k in usual and not reasons[k]]
 
 
@@ -99,13 +106,14 @@ def main(argv: list[str] | None = None) -> int:
         for name, kind in TABLE.items():
             print(f"{name:20} {kind.meaning}{'' if kind.default else ' (only when asked for)'}")
         return 0
+    kinds = wanted(args)
     faults = plan(
         args.seed,
         seconds=args.seconds if args.count is None else 2 * args.every * (args.count + 1),
         groups=args.groups,
         every_s=args.every,
         lease_ttl=args.lease_ttl,
-        kinds=wanted(args),
+        kinds=kinds,
         turmoil=args.turmoil,
     )[: args.count]
     if args.plan:
@@ -122,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         step_time_s=args.step_time,
         etcd_servers=args.etcd_servers,
         etcd_auth=args.etcd_auth,
+        machines=bool(set(kinds) & set(PARTITIONS)),
     )
     bounds = Bounds(
         seconds=args.seconds if args.count is None else None,

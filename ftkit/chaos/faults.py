@@ -84,8 +84,9 @@ def plan(
                 victim=victim if kind in GROUP_FAULTS else -1,
                 lasting=round(_lasting(kind, length, lease_ttl), 6),
                 chance=round(chance, 6),
-                # A wiped etcd is refilled by members that run: some must. A source dies after another member.
-                calm=unrest >= turmoil or kind in ("etcd-wipe", *TAKES_TWO),
+                # A wiped etcd is refilled by members that run: some must, and half of them go on after a
+                # partition. A source dies after another member.
+                calm=unrest >= turmoil or kind in ("etcd-wipe", "part-halves", *TAKES_TWO),
             )
         )
         at += gap * every_s

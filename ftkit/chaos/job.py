@@ -17,8 +17,9 @@ from pathlib import Path
 
 from ftkit.chaos.faults import Fault
 from ftkit.chaos.gauges import Gauges
-from ftkit.chaos.kinds import TABLE, TAKES_TWO
-from ftkit.chaos.network import Network
+from ftkit.chaos.kinds import PARTITIONS, TABLE, TAKES_TWO
+from ftkit.chaos.netns import Machines
+from ftkit.chaos.network import Network, Parts
 from ftkit.chaos.orders import Orders
 from ftkit.chaos.processes import is_trainer, keepers_of
 from ftkit.chaos.servers import Servers
@@ -52,6 +53,8 @@ class Setup:
     step_time_s: float = 0.1
     etcd_servers: int = 1
     etcd_auth: bool = False
+    machines: bool = False
+    """Each group on a machine of its own: a network namespace, see `netns.missing`."""
 
 
 class Job:
@@ -73,6 +76,8 @@ class Job:
         self.etcd = Servers(folder / "etcd", JOB, num=setup.etcd_servers, auth=setup.etcd_auth)
         self.orders = Orders(folder / "orders")
         self._network: dict[str, Network] = {}
+        self._machines: Machines | None = None
+        self._parts: Parts | None = None
         self._tail = Tail(self.journal)
         self._notes = os.open(self.journal / "chaos.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._launches: dict[str, Launch] = {}
@@ -81,15 +86,23 @@ class Job:
         self._ordered: set[str] = set()
         self._undo: list[tuple[float, str, Callable[[], object]]] = []
         self._ending = False
+        self._ends = contextlib.ExitStack()
         self._next_reading = 0.0
 
     # -- what runs -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start etcd and all groups."""
+        """Start etcd and all groups; with machines, this thread moves to that of etcd for good."""
+        host = "127.0.0.1"
+        if self.setup.machines:
+            self._machines = Machines((Parts.HOME, *self.names), Parts.NETWORKS)
+            self._ends.enter_context(self._machines)
+            self._machines.enter(Parts.HOME)
+            self._parts = Parts(self._machines, self.names)
+            host = self._machines.address(Parts.HOME, "etcd")
         self.etcd.start()
         for index, name in enumerate(self.names):
-            self._network[name] = Network(self.etcd.urls, seed=index)
+            self._network[name] = Network(self.etcd.urls, seed=index, host=host)
             self._launch(name)
 
     def _launch(self, name: str) -> None:
@@ -100,6 +113,10 @@ class Job:
         if self.etcd.user:
             env["FTKIT_ETCD_USER"] = self.etcd.user
         etcd = ",".join(self._network[name].urls)
+        wrap: list[str] = []
+        if self._machines is not None:
+            wrap = self._machines.command(name)
+            env |= dict.fromkeys(("FTKIT_BIND", "FTKIT_ADVERTISE"), self._machines.address(name, "data"))
         words = ["--groups", 1, "--first-index", self.names.index(name), "--etcd", etcd, "--job", JOB]
         words += ["--nproc-per-group", setup.ranks]
         words += ["--min-replicas", setup.min_replicas, "--restart-delay", 0.2, "--max-restart-delay", 1]
@@ -112,7 +129,7 @@ class Job:
         self._num_launched += 1
         log = folder / "logs" / f"launch-{name}.{self._num_launched}.log"
         self._launches[name] = Launch(
-            [str(w) for w in words], env=env, log=log, before_exec=die_with_parent()
+            [str(w) for w in words], env=env, log=log, before_exec=die_with_parent(), wrap=wrap
         )
 
     def note(self, type: str, **content: object) -> None:
@@ -205,7 +222,11 @@ class Job:
         """Carry a fault out; one that lasts is taken back later."""
         kind, name = fault.kind, "etcd" if fault.victim < 0 else self.names[fault.victim]
         undo: Callable[[], object] | None = None
-        if fault.victim < 0:
+        if kind in PARTITIONS:
+            assert self._parts is not None, "the job runs on machines of its own"
+            self.note("fault", kind=kind, replica="" if fault.victim < 0 else name)
+            undo = self._parts.strike(kind, name)
+        elif fault.victim < 0:
             self.note("fault", kind=kind)
             undo = self.etcd.strike(kind, fault.chance)
         elif kind.startswith("net-"):
@@ -285,6 +306,7 @@ class Job:
         for network in self._network.values():
             network.close()
         self.etcd.stop()
+        self._ends.close()
         self.look()
         self.note("over")
         os.close(self._notes)

@@ -112,6 +112,22 @@ TABLE: dict[str, Kind] = {
         meaning="flip a bit on the way from etcd; without TLS nothing else would notice",
         default=False,
     ),
+    # -- partitions, between network namespaces: packets are lost in silence --
+    "part-machine": Kind(
+        meaning="a group's machine reaches neither the others nor etcd, for longer than the lease's life",
+        takes_out=True,
+        default=False,
+    ),
+    "part-data": Kind(
+        meaning="a group's machine reaches etcd but none of the others, for less than the lease's life",
+        takes_out=True,
+        default=False,
+    ),
+    "part-halves": Kind(
+        meaning="half of the groups reach etcd and each other, the others only each other",
+        group=False,
+        default=False,
+    ),
     # -- etcd --
     "etcd-kill": Kind(meaning="SIGKILL to all etcd servers, started again with their data", group=False),
     "etcd-restart": Kind(meaning="SIGTERM to all etcd servers, started again with their data", group=False),
@@ -146,9 +162,15 @@ TAKES_TWO = ("kill-source", "kill-in-reform")
 """Faults that take out another group first: a third one must keep the state."""
 OF_THREE = ("etcd-lose-one", "etcd-lose-leader", "etcd-lose-majority")
 
-SHORT = ("blink", "net-delay", "net-throttle", "net-truncate", "net-flip")
+PARTITIONS = ("part-machine", "part-data", "part-halves")
+"""Faults that need network namespaces, see `netns.missing`."""
+
+SHORT = ("blink", "net-delay", "net-throttle", "net-truncate", "net-flip", "part-data")
 """Faults that last for less than a lease's life."""
-FREEZES = ("freeze", "freeze-trainer", "expire-lease", "hold-gil", "net-silent", "etcd-freeze", "etcd-full")
+FREEZES = (
+    *("freeze", "freeze-trainer", "expire-lease", "hold-gil", "net-silent"),
+    *("part-machine", "part-halves", "etcd-freeze", "etcd-full"),
+)
 """Faults that last for longer than a lease's life."""
 STARTS_AGAIN = ("etcd-kill", "etcd-restart", "etcd-wipe", *OF_THREE)
 """Faults after which a server is started again."""

@@ -8,6 +8,7 @@ own, this machine's interfaces and routes are not touched.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from ftkit.errors import ConfigError
+
+_CLONE_NEWNET = 0x40000000
 
 
 def missing() -> str:
@@ -103,6 +106,12 @@ class Machines:
     def command(self, host: str, *words: str) -> list[str]:
         """Return the command line that runs a program on a machine; its pid is the program's."""
         return ["ip", "netns", "exec", self._namespace(host), *words]
+
+    def enter(self, host: str) -> None:
+        """Move this thread, and all that it starts from now on, to a machine; there is no way back."""
+        with open(f"/run/netns/{self._namespace(host)}", "rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise ConfigError(f"cannot enter the namespace of {host}: {os.strerror(ctypes.get_errno())}")
 
     def part(self, *sides: Sequence[str], network: str | None = None) -> None:
         """Part a network into sides that cannot reach each other; who is not named is on the first."""

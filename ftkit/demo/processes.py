@@ -41,7 +41,8 @@ def find_script() -> Path:
 class Launch:
     """A running `ftkit launch`; a context manager that ends it.
 
-    `before_exec` runs in the new process first: see `launcher.process.die_with_parent`.
+    `before_exec` runs in the new process first: see `launcher.process.die_with_parent`. `wrap` is a command
+    that runs the one that follows it, elsewhere.
     """
 
     def __init__(
@@ -51,11 +52,12 @@ class Launch:
         env: Mapping[str, str],
         log: Path,
         before_exec: Callable[[], None] | None = None,
+        wrap: Sequence[str] = (),
     ) -> None:
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ftkit.cli.main", "launch", *words],
+                [*wrap, sys.executable, "-m", "ftkit.cli.main", "launch", *words],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

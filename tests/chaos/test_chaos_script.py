@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ftkit.keeper.embedded import find_etcd
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "chaos.py"
 LONG_S = 170.0
 
@@ -55,6 +57,21 @@ def test_a_plan_can_be_looked_at_first() -> None:
     assert one.stdout == two.stdout
     assert " group " in one.stdout
     assert "kill-in-vote" in chaos("--kinds").stdout
+
+
+def test_partitions_are_left_out_with_a_reason_where_there_can_be_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("etcd", "etcdctl"):
+        (tmp_path / name).symlink_to(find_etcd().with_name(name))
+    monkeypatch.setenv("PATH", str(tmp_path))  # without iproute2
+    done = chaos("--plan", "--seconds", 300)
+    assert done.returncode == 0
+    assert "part-" not in done.stdout
+    assert "left out: part-halves needs network namespaces: there is no `ip`" in done.stderr
+    refused = chaos("--faults", "part-data")
+    assert refused.returncode == 2
+    assert "part-data needs network namespaces" in refused.stderr
 
 
 def test_an_unknown_fault_is_one_line_and_exit_2() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.chaos.kinds import ALL, DEFAULT, OF_THREE, TAKES_TWO
+from ftkit.chaos.kinds import ALL, DEFAULT, OF_THREE, PARTITIONS, TAKES_TWO
+from ftkit.chaos.netns import missing
 from tests.chaos.test_chaos_script import chaos
 
 LONG_S = 3600.0
@@ -57,6 +58,21 @@ def test_three_etcd_servers_lose_one_the_leader_and_the_majority(tmp_path: Path)
     kinds = (*OF_THREE, "etcd-expire-token", "etcd-full", "etcd-freeze", "revoke-all", "net-silent", "kill")
     words = ("--count", 2 * len(kinds), "--every", 2, "--etcd-servers", 3, "--etcd-auth")
     check(run(tmp_path, *words, "--faults", ",".join(kinds), "--max-pause", 60), 2 * len(kinds))
+
+
+def test_partitions_between_machines(tmp_path: Path) -> None:
+    why_not = missing()
+    if why_not:
+        pytest.skip(why_not)
+    words = ("--groups", 4, "--count", 2 * len(PARTITIONS), "--every", 2, "--faults", ",".join(PARTITIONS))
+    check(run(tmp_path, *words, "--max-pause", 60), 2 * len(PARTITIONS))
+
+
+def test_groups_of_two_ranks(tmp_path: Path) -> None:
+    """One rank of a group is struck, or all; a group lives and dies whole."""
+    kinds = [*KILLS, "raise", "raise-in-update", "freeze", "freeze-trainer", "blink", "drain", "kill-keeper"]
+    words = ("--nproc-per-group", 2, "--count", len(kinds), "--every", 2, "--faults", ",".join(kinds))
+    check(run(tmp_path, *words, "--max-pause", 60), len(kinds))
 
 
 def test_weights_that_differ_are_found(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from ftkit.chaos.netns import Machines, missing
+from ftkit.chaos.network import Parts
 
 ECHO = """
 import socket, sys
@@ -33,7 +34,7 @@ def machines() -> Iterator[Machines]:
     why_not = missing()
     if why_not:
         pytest.skip(why_not)
-    with Machines(("a", "b", "c"), networks=("data", "etcd")) as made:
+    with Machines((Parts.HOME, "a", "b", "c"), networks=Parts.NETWORKS) as made:
         yield made
 
 
@@ -63,3 +64,26 @@ def test_a_parted_network_loses_packets_in_silence(machines: Machines) -> None:
         for server in servers:
             server.kill()
             server.communicate()
+
+
+def test_partitions_may_overlap_and_end_in_any_order(machines: Machines) -> None:
+    command = machines.command("a", sys.executable, "-c", ECHO, machines.address("a", "data"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"ready\n"
+
+            def reaches() -> list[bool]:
+                return [ask(machines, h, machines.address("a", "data"), 0.3) == "hello" for h in ("b", "c")]
+
+            parts = Parts(machines, ("a", "b", "c"))
+            assert reaches() == [True, True]
+            alone = parts.strike("part-data", "b")
+            halves = parts.strike("part-halves", "")
+            assert reaches() == [False, False], "c is in the other half"
+            alone()
+            assert reaches() == [True, False]
+            halves()
+            assert reaches() == [True, True]
+        finally:
+            server.kill()
