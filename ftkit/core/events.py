@@ -149,6 +149,8 @@ class Hold(msgspec.Struct, frozen=True):
 
     record: Record
     ticket: Ticket | None
+    occasion: int = 0
+    """Of two that are equal, the second only asks whether the first is done."""
 
 
 class Withdraw(msgspec.Struct, frozen=True):

@@ -52,6 +52,7 @@ class Member:
         self.silent = False
         self._heard = 0
         self._held: tuple[bool, Ticket | None] = (False, None)
+        self._occasion = 0
         self._abort: Abort | None = None
         self._ready_since: float | None = None
         self._answer: tuple[Epoch | None, Wait, float] | None = None
@@ -99,7 +100,7 @@ class Member:
             self._on_frozen(event.on)
         elif isinstance(event, ev.LeaseLost):
             self._held = (False, None)
-            self._repeat.clear("hold")
+            self._hold_anew()
         elif isinstance(event, ev.Held):
             self._held = (True, event.ticket)
         elif isinstance(event, ev.Vanished):
@@ -123,7 +124,7 @@ class Member:
         deleted = isinstance(event, ev.Listed) or (event.name == self.replica_id and event.value is None)
         if deleted and (own is None or own.incarnation != self.incarnation):
             self._held = (False, None)
-            self._repeat.clear("hold")
+            self._hold_anew()
 
     def _on_want(self, want: ev.Want) -> None:
         left = self.running
@@ -171,7 +172,7 @@ class Member:
         self.frozen = on
         if on and self.running is not None:
             self._leave_in_error(self.running.id, f"{self.replica_id} is frozen")
-        self._repeat.clear("hold")
+        self._hold_anew()
 
     # -- reactions ---------------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Member:
         # In an epoch the old ticket may stand, if it does: nothing is written. A key that is put again
         # stands without it, since in a wiped etcd (I8) it would look like one for the next epoch.
         if not self._held[0] or (self.ticket is not None and self._held[1] != self.ticket):
-            self._emit(out, "hold", ev.Hold(self.record, self.ticket), now)
+            self._emit(out, "hold", ev.Hold(self.record, self.ticket, self._occasion), now)
 
     def _follow_epoch(self, now: float, out: list[ev.Effect]) -> None:
         """Adopt an epoch that answers the ticket; decline one that cannot work for this member."""
@@ -274,9 +275,14 @@ class Member:
         self._patient_until = now + min(delay, self.policy.join_timeout)
         self._invited.clear()
 
+    def _hold_anew(self) -> None:
+        """What was written, or is about to be, does not count any more."""
+        self._occasion += 1
+        self._repeat.clear("hold")
+
     def _ask_again(self) -> None:
         self._renew_ticket()
-        self._repeat.clear("hold")
+        self._hold_anew()
 
     def _restore_epoch(self, now: float, out: list[ev.Effect]) -> bool:
         """I8: when etcd has lost the epoch (it was wiped), put it back."""

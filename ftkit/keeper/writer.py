@@ -138,6 +138,7 @@ class Writer:
                 wish = self._wishes.pop(slot)
             try:
                 self._grant(wish)
+                self._drop_repeated(slot, wish)
             except LeaseLost:
                 self._lease.suspect(self._used_lease)
             except (NameInUse, JobMismatch) as error:
@@ -148,6 +149,12 @@ class Writer:
                 log.exception("writing to etcd ends")
                 self._on_refused(error)
                 return
+
+    def _drop_repeated(self, slot: str, done: EtcdEffect | RestoreConfig) -> None:
+        """An etcd that is late is not asked to do again what it has just done."""
+        with self._changed:
+            if isinstance(done, ev.Hold) and self._wishes.get(slot) == done:
+                del self._wishes[slot]
 
     def _grant(self, wish: EtcdEffect | RestoreConfig) -> None:
         if isinstance(wish, ev.Hold):
