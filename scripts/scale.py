@@ -353,7 +353,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--members", default="50,200,1000", metavar="N,N", help="sizes of job (default: 50,200,1000)")
-    add("--per-process", type=int, default=64, metavar="N", help="members in one process (default: 64)")
+    add("--per-process", type=int, default=25, metavar="N", help="members in one process (default: 25)")
     add("--per-connection", type=int, default=16, metavar="N", help="members on one connection (default: 16)")
     add("--lease-ttl", type=int, default=45, metavar="S", help="life of a lease (default: 45)")
     add(

@@ -8,6 +8,7 @@ next epoch. Reads orders as JSON lines, answers likewise; knows nothing of the m
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -32,12 +33,16 @@ from ftkit.keeper.stats import StatsPublisher
 from ftkit.keeper.writer import Writer
 
 THREAD_STACK = 256 * 1024
+SWITCH_S = 1.0
 NICENESS = 10
 """etcd, which has a machine of its own elsewhere, goes first."""
 
 # gRPC wakes each waiting thread ten times a second, so that Ctrl-C finds it. One keeper has a few of them and
 # does not notice; this process has thousands, and would do nothing else.
 link.grpc._common.MAXIMUM_WAIT_TIMEOUT = 60.0
+
+# Likewise: each thread that waits for the interpreter's lock asks for it 200 times a second (`SWITCH_S`), and
+# the collector, which in a keeper has next to nothing to look at, would look at what dozens of them know.
 
 # A process that is late by seconds, as one of dozens of keepers may be here, has not lost its connection.
 link._OPTIONS = [(name, 30_000 if name.endswith("timeout_ms") else value) for name, value in link._OPTIONS]
@@ -258,6 +263,8 @@ def main() -> None:
     """Obey orders until the input ends."""
     os.nice(NICENESS)
     threading.stack_size(THREAD_STACK)
+    gc.disable()
+    sys.setswitchinterval(SWITCH_S)
     crowd = Crowd(json.loads(sys.stdin.readline()))
     for line in sys.stdin:
         order = json.loads(line)
