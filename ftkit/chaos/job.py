@@ -84,6 +84,8 @@ class Job:
         self._num_launched = self._num_orders = 0
         self._struck: dict[str, float] = {}
         self._ordered: set[str] = set()
+        self._etcd_hurt = False
+        """Whether etcd has not been seen to answer after what was last done to it."""
         self._undo: list[tuple[float, str, Callable[[], object]]] = []
         self._ending = False
         self._ends = contextlib.ExitStack()
@@ -167,12 +169,19 @@ class Job:
 
     def together(self) -> bool:
         """Say whether all groups commit in one epoch, each after what was last done to it."""
-        busy = self._undo or self.waiting()
+        busy = self._undo or self.waiting() or not self._etcd_answers()
         return (
             not busy
             and all(story.together(self.names) for story in self.stories)
             and self.fit() == set(self.names)
         )
+
+    def _etcd_answers(self) -> bool:
+        """Ask it after a harm: trainers commit without it, but the next fault would wait for it."""
+        if self._etcd_hurt and self.etcd.answers():
+            self._etcd_hurt = False
+            self._struck["etcd"] = time.monotonic()
+        return not self._etcd_hurt
 
     def waiting(self) -> set[str]:
         """Return the groups whose order still waits; those that have taken theirs are struck from now on."""
@@ -186,7 +195,7 @@ class Job:
         """Return the groups that have committed of late, and after what was done to them."""
         found, now = set(), time.monotonic()
         for name in self.names:
-            since = max(self._struck.get(name, 0.0), now - 2.0)
+            since = max(self._struck.get(name, 0.0), self._struck.get("etcd", 0.0), now - 2.0)
             commits = [story.last_commit(name) for story in self.stories]
             if all(last is not None and last.monotonic > since for last in commits):
                 found.add(name)
@@ -228,6 +237,7 @@ class Job:
             undo = self._parts.strike(kind, name)
         elif fault.victim < 0:
             self.note("fault", kind=kind)
+            self._etcd_hurt = True
             undo = self.etcd.strike(kind, fault.chance)
         elif kind.startswith("net-"):
             self.note("fault", kind=kind, replica=name)

@@ -75,6 +75,15 @@ class Servers:
         user, password = (("root" if root else USER), PASSWORD) if self._auth else ("", "")
         return Etcd(EtcdSettings(endpoints=self.urls, user=user, password=password, timeout_s=3.0))
 
+    def answers(self) -> bool:
+        """Say whether etcd has a leader and answers."""
+        try:
+            with self.client() as client:
+                client.get(self._keys.epoch)
+        except EtcdError:
+            return False
+        return True
+
     def db_bytes(self) -> int:
         """Return the size of the largest database, as the servers tell; 0 when none does."""
         with self.client() as client:
