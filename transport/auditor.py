@@ -1,11 +1,13 @@
 """Get the checksums of all chunks, while the workers get the bytes.
 
-Decides whom to ask: the reference as long as it answers, then any other source that is up.
+Decides whom to ask: the reference as long as it answers, then any other source that is up. And when: after
+the bytes, if that is soon enough, since the reference then knows them already.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Final
 
 from transport import wire
@@ -20,6 +22,10 @@ log = logging.getLogger(__name__)
 
 HASH_BATCH: Final = 16
 PAUSE_S: Final = 0.05
+GATHER: Final = 8
+"""Chunks whose checksums are worth a request."""
+GATHER_S: Final = 0.01
+"""How long fewer of them wait for more."""
 
 
 class Auditor:
@@ -37,7 +43,7 @@ class Auditor:
         try:
             while True:
                 with session.changed:
-                    wanted = ledger.next_unknown(HASH_BATCH if session.selection is None else 1)
+                    wanted = self._next(ledger)
                     if wanted is None:
                         return
                     best = self._choose()
@@ -53,6 +59,22 @@ class Auditor:
         finally:
             if link is not None:
                 self.session.drop_link(link)
+
+    def _next(self, ledger: Ledger) -> tuple[int, int] | None:
+        """Return for which chunks to ask now; None when all checksums are known."""
+        session = self.session
+        unknown = ledger.next_unknown(HASH_BATCH if session.selection is None else 1)
+        if unknown is None or not session.sums_follow:
+            return unknown
+        due = time.monotonic() + GATHER_S
+        while True:
+            unsure = ledger.next_unsure(HASH_BATCH)
+            left = due - time.monotonic()
+            if unsure is not None:
+                enough = unsure[1] - unsure[0] >= GATHER or not ledger.bytes_pending
+                if enough or left <= 0:
+                    return unsure
+            session.wait(left if unsure is not None else float("inf"))
 
     def _choose(self) -> Source:
         """Wait for a source that is up; prefer the reference."""

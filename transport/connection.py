@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from transport import near, wire
+from transport.passing import Passing
 from transport.publication import Board, Publication
 from transport.readers import Content, Withdrawn
 from transport.routes import REASONS, Request, Response, error, parse_request, respond
@@ -27,9 +28,8 @@ from transport.visits import FETCH, HAVE
 log = logging.getLogger(__name__)
 
 PIECE: Final = 8 << 20
-LIVE_S: Final = 0.005
-"""So long, at most, does `withdraw` wait for a peer that takes its time over live memory."""
-LOCAL_BUFFER: Final = 512 << 10
+LIVE_S: Final = 0.004
+"""About so long, twice at most, does `withdraw` wait for a peer that takes its time over live memory."""
 _NOTHING: Final = Request("", "", {}, {})
 
 
@@ -75,6 +75,7 @@ class Connection:
         self._visited: Publication | None = None
         self._held: Slot | None = None
         self._local = False
+        self._send_s = -1.0
         self._heard_out = False
         """The client has closed the connection, after all that was sent."""
         self.thread = threading.Thread(target=self._run, name="transport-serve", daemon=True)
@@ -93,11 +94,10 @@ class Connection:
         try:
             self.sock.setblocking(True)
             wire.set_options(self.sock)
-            wire.set_send_timeout(self.sock, service.limits.stall_s)
+            self._let_send(service.limits.stall_s)
             self._local = wire.is_local(self.sock)
             if self._local:
-                # Little enough for the caches of the processor; between machines it would be too little.
-                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER)
+                wire.set_local_options(self.sock)
             if service.tls is not None:
                 self.sock.settimeout(service.limits.head_s)
                 secure = service.tls.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
@@ -229,12 +229,13 @@ class Connection:
         """Send bytes of a state; nobody waits for the peer while live memory is being read, but for TLS."""
         content, at = response.content, response.start
         assert content is not None
+        passing = content.passing(at, response.end) if response.summed else None
         with content.answering():
             self.span = (at, response.end)
             wire.send_views(self.sock, [head, before], batch=True, more=True)
             try:
                 while at < response.end:
-                    n = self._send_some(content, at, response.end)
+                    n = self._send_some(content, at, response.end, passing)
                     if not n:
                         wire.wait_writable(self.sock, self._service.limits.stall_s)
                     at += n
@@ -243,21 +244,38 @@ class Connection:
                 raise ConnectionAbortedError("the state was withdrawn in the middle of an answer") from err
             finally:
                 self.span = (0, 0)
+                self._let_send(self._service.limits.stall_s)
 
-    def _send_some(self, content: Content, start: int, end: int) -> int:
+    def _let_send(self, seconds: float) -> None:
+        """Let each send wait at most this long."""
+        if seconds != self._send_s:
+            wire.set_send_timeout(self.sock, seconds)
+            self._send_s = seconds
+
+    def _send_some(self, content: Content, start: int, end: int, passing: Passing | None) -> int:
         """Send as much as the way allows; return how many bytes that was."""
         slot, tls = content.slot, isinstance(self.sock, ssl.SSLSocket)
         # On one machine the copy costs less than page after page through the loopback.
         if slot is not None and not tls and not self._local:
             self._hold(slot)
+            self._let_send(self._service.limits.stall_s)
             return wire.send_file(self.sock, slot.fd, start, end)
         sent = 0
+
+        def show(at: int, view: memoryview) -> None:
+            if passing is not None:
+                passing.show(start + at, view)
+
         with content.reading(self.cut) as views:
             if content.on_cpu and not tls:
-                return wire.send_for(self.sock, views(start, min(end, start + PIECE), self._reader), LIVE_S)
+                self._let_send(LIVE_S)
+                some = views(start, min(end, start + PIECE), self._reader)
+                return wire.send_for(self.sock, some, LIVE_S, show)
+            self._let_send(self._service.limits.stall_s)
             for view in views(start, end, self._reader):
                 for low in range(0, len(view), PIECE):
                     piece = view[low : low + PIECE]
+                    show(sent, piece)
                     wire.send_views(self.sock, [piece], batch=False)
                     sent += len(piece)
                     if content.leaving and content.slot is not slot:

@@ -105,6 +105,8 @@ class Fetch:
                 if session.selection is not None:
                     session.ledger.max_run = 1  # of so many parts that a request can list them
                 session.plan = plan
+            # The others need them beforehand: to compare, or to do without the source later.
+            session.sums_follow = not (self._select or self._reuse or self._ahead or session.peers)
             if manifest.hashes is None:
                 session.start_thread(Auditor(session).run)
             if self._reuse:

@@ -62,6 +62,7 @@ class Ledger:
         self.num_verified = 0
         self.bytes_pending = size
         """Bytes that nobody is fetching."""
+        self._unsure: set[int] = set()  # chunks that have arrived, and whose right digest is not known
         self._known = 0  # the right digests of all chunks before this one are known
 
     @property
@@ -183,6 +184,8 @@ class Ledger:
     def hashed(self, number: int, digest: bytes) -> bool | None:
         """Note the digest of what arrived; return whether it is right, None if that is not known yet."""
         self._chunks[number].digest = digest
+        if self._expected[number] is None:
+            self._unsure.add(number)
         return self._compare(number)
 
     def expected(self, number: int) -> bytes | None:
@@ -192,6 +195,7 @@ class Ledger:
     def expect(self, number: int, digest: bytes) -> bool | None:
         """Note what the digest must be; return whether what arrived is right, None if nothing has."""
         self._expected[number] = digest
+        self._unsure.discard(number)
         return self._compare(number)
 
     def _compare(self, number: int) -> bool | None:
@@ -234,5 +238,15 @@ class Ledger:
             return None
         last = first
         while last < min(total, first + limit) and self._expected[last] is None:
+            last += 1
+        return first, last
+
+    def next_unsure(self, limit: int) -> tuple[int, int] | None:
+        """Return a run of at most `limit` chunks that have arrived, and whose right digests are not known."""
+        if not self._unsure:
+            return None
+        first = min(self._unsure)
+        last = first + 1
+        while last < first + limit and last in self._unsure:
             last += 1
         return first, last

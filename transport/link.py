@@ -78,6 +78,14 @@ class Link:
         """Say whether there is a connection."""
         return self._sock is not None
 
+    @property
+    def is_local(self) -> bool:
+        """Say whether the source is on this machine."""
+        try:
+            return self._sock is not None and wire.is_local(self._sock)
+        except OSError:  # the connection has just ended
+            return False
+
     def open(self) -> None:
         """Connect."""
         deadline = time.monotonic() + self._stall_s

@@ -1,8 +1,8 @@
 """What a source serves: one state at a time, from publish to withdraw.
 
 Decides when live memory may be read: only inside `Publication.reading`, and `withdraw` returns when no
-such reader is left. Checksums are computed when they are first asked for, so that publishing takes no
-longer for a large state than for a small one. Knows no HTTP.
+such reader is left. Checksums are computed when the bytes are sent or when they are first asked for, so
+that publishing takes no longer for a large state than for a small one. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import xxhash
 
 from transport.encoded import Encoded
 from transport.manifest import dump
+from transport.passing import Passing
 from transport.readers import Readers, Views, Withdrawn
 from transport.share import ShareBoard
 from transport.slots import MARGIN, Slot, available_memory
@@ -69,6 +70,11 @@ class Publication:
     def on_cpu(self) -> bool:
         """Say whether all bytes are memory that a socket can send."""
         return self.slot is not None or self.encoded.on_cpu
+
+    def passing(self, start: int, end: int) -> Passing:
+        """Return what computes the checksums of bytes that are sent."""
+        manifest = self.encoded.manifest
+        return Passing(self._hashes, manifest.size, manifest.chunk, start, end)
 
     def answering(self) -> AbstractContextManager[None]:
         """Announce several readings, one after the other."""

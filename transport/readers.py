@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from transport.staging import HostReader
 
 if TYPE_CHECKING:
+    from transport.passing import Passing
     from transport.slots import Slot
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,9 @@ class Content(Protocol):
 
     def has(self, start: int, end: int) -> bool:
         """Say whether a range of bytes is there."""
+
+    def passing(self, start: int, end: int) -> Passing | None:
+        """Return what computes checksums of bytes that are sent, if there are any to compute."""
 
     def answering(self) -> AbstractContextManager[None]:
         """Announce several readings, one after the other."""

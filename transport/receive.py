@@ -20,6 +20,7 @@ from transport.ask import ask
 from transport.endgame import Flight
 from transport.ledger import Extent
 from transport.link import Garbled, Link, Reply
+from transport.passing import SUM
 from transport.session import Over, Session, Source
 
 SLOWER: Final = 4
@@ -185,6 +186,8 @@ class Receiver:
             return
         what = "data" if self.source.peer is None else "part"
         headers = {"Range": f"bytes={start}-{end - 1}", "If-Match": f'"{manifest.etag}"'}
+        if self.session.sums_follow and self.source is self.session.reference:
+            headers[SUM] = "1"
         if manifest.num_chunks <= visits.MAX_LISTED:
             headers[visits.HAVE] = visits.dump(ledger.verified)
         _check_range(ask(link, self.session.version, what, headers), start, end)

@@ -28,6 +28,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import xxhash
 
 from transport import rows
+from transport.passing import SUM
 from transport.publication import Board, Publication
 from transport.readers import Content
 from transport.share import Share
@@ -73,6 +74,8 @@ class Response:
     start: int = 0
     end: int = 0
     close: bool = False
+    summed: bool = False
+    """The checksums of what is sent will be asked for next."""
     asked: Publication | None = None
     """Of which publication something was asked for."""
 
@@ -293,6 +296,7 @@ def _ranged(
         content,
         max(0, start - len(header)),
         max(0, end - len(header)),
+        summed=given.get(SUM) == "1",
     )
 
 

@@ -121,6 +121,8 @@ class Session:
         """The extents under way over HTTP."""
         self.hurry = False
         """Something went wrong with a source: ask the others at once."""
+        self.sums_follow = False
+        """Checksums are asked for after the bytes, so that the reference computes them in passing."""
         self.begun = False
         """Bytes may be asked for."""
         self.num_workers = 0
@@ -258,6 +260,8 @@ class Session:
             digest.update(view)
         with self.changed:
             right = ledger.hashed(chunk, digest.digest())
+            if right is None and self.sums_follow:
+                self.changed.notify_all()
         if right is not None:
             self.settle(chunk, right)
 

@@ -69,6 +69,9 @@ class Share:
         with self._changed:
             return bool(self._have[start // self.chunk : -(-end // self.chunk)].all())
 
+    def passing(self, start: int, end: int) -> None:
+        """Compute none: they come from a source."""
+
     def answering(self) -> AbstractContextManager[None]:
         """Announce several readings, one after the other."""
         return self._readers.answering()

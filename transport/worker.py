@@ -6,6 +6,7 @@ pause, or the end of that source; what several workers share is in `session.py`.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Final
 
@@ -175,7 +176,7 @@ class Worker:
                 session.wait()
             source.ready, source.last = True, "is ready"
             session.changed.notify_all()
-        self._add_streams()
+        self._add_streams(link)
 
     def _parse(self, raw: bytes) -> Manifest:
         try:
@@ -186,12 +187,15 @@ class Worker:
             raise ProtocolError(f"its manifest is that of version {manifest.version[:200]!r}")
         return manifest
 
-    def _add_streams(self) -> None:
+    def _add_streams(self, link: Link) -> None:
         """Open more connections to this source, if there is work for them."""
         session = self.session
         assert session.manifest is not None
         num_sources = len(session.sources)
-        wanted = -(-min(session.settings.streams, session.manifest.num_chunks) // num_sources)
+        wanted = min(session.settings.streams, session.manifest.num_chunks)
+        if link.is_local:
+            wanted = min(wanted, len(os.sched_getaffinity(0)))  # more would take the caches from each other
+        wanted = -(-wanted // num_sources)
         for _ in range(wanted - 1):
             self.session.start_thread(Worker(self.session, self.source, first=False).run)
 
