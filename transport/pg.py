@@ -44,11 +44,16 @@ GATHERED: Final = 4 << 20
 """Bytes of smaller blocks that are gathered into one bucket, at most (but for one block)."""
 BUCKET: Final = 16 << 20
 """Of a larger block, one bucket: smaller ones cost more than is won by checking them in the cache."""
-AHEAD: Final = 8
-"""Buckets under way at a time, of one source: gloo's threads must never wait for us."""
+AHEAD: Final = 128 << 20
+"""Bytes under way at a time, of one source: gloo's threads must never wait for us."""
+COPIED: Final = 4
+"""Bytes of a bucket in memory of its own count so many times."""
 WAIT_S: Final = 1.0
 """For a source that is about to publish."""
 TAGS: Final = 1 << 30
+
+_UnderWay = tuple[Any, torch.Tensor, bool]
+"""An operation, its memory, and whether that is the state's own."""
 
 
 def buckets(manifest: Manifest) -> list[tuple[int, int]]:
@@ -198,18 +203,18 @@ class DistributedTransport:
         share: list[tuple[int, int]],
     ) -> None:
         reader = HostReader()
-        under_way: list[tuple[Any, torch.Tensor]] = []
+        under_way: list[_UnderWay] = []
         try:
             with publication.reading(self._cut) as views:
                 try:
                     for at, (start, end) in enumerate(share, tag):
-                        tensor = _gather(views, start, end, reader, in_place=publication.on_cpu)
-                        under_way.append((group.send([tensor], to, at), tensor))
-                        if len(under_way) == AHEAD:
+                        tensor, in_place = _gather(views, start, end, reader, in_place=publication.on_cpu)
+                        under_way.append((group.send([tensor], to, at), tensor, in_place))
+                        while _is_full(under_way):
                             _wait(under_way.pop(0)[0], self._timeout_s)
                 finally:
                     # Also after an error: their memory is being read until they have ended.
-                    errors = [error for work, _ in under_way if (error := _end(work, self._timeout_s))]
+                    errors = [error for work, _, _ in under_way if (error := _end(work, self._timeout_s))]
                 if errors:
                     raise errors[0]
         except Withdrawn:
@@ -307,11 +312,11 @@ class _Receiver:
     def _receive(self, session: Session, source: Source, rank: int, left: list[tuple[int, int]]) -> None:
         """Receive bucket by bucket; remove from `left` what has arrived."""
         plan = session.work[2]
-        under_way: list[tuple[Any, torch.Tensor, bool]] = []
+        under_way: list[_UnderWay] = []
         coming = list(enumerate(left, self._tag))
         try:
             while left:
-                while coming and len(under_way) < AHEAD:
+                while coming and not _is_full(under_way):
                     session.check()
                     tag, (start, end) = coming.pop(0)
                     views = plan.views(start, end) if plan.in_place(start, end) else []
@@ -354,19 +359,25 @@ class _Receiver:
             start = stop
 
 
-def _gather(views: Views, start: int, end: int, reader: HostReader, *, in_place: bool) -> torch.Tensor:
-    """Return a bucket's bytes as one tensor: the memory itself if it is one piece of host memory."""
+def _is_full(under_way: list[_UnderWay]) -> bool:
+    return sum(tensor.numel() * (1 if in_place else COPIED) for _, tensor, in_place in under_way) >= AHEAD
+
+
+def _gather(
+    views: Views, start: int, end: int, reader: HostReader, *, in_place: bool
+) -> tuple[torch.Tensor, bool]:
+    """Return a bucket's bytes as one tensor, and whether it is the memory itself: one piece of the host's."""
     flat: torch.Tensor | None = None
     at = 0
     for view in views(start, end, reader):
         if len(view) == end - start and in_place:
-            return torch.frombuffer(view, dtype=torch.uint8)
+            return torch.frombuffer(view, dtype=torch.uint8), True
         if flat is None:
             flat = torch.empty(end - start, dtype=torch.uint8, device="cpu")
         flat.numpy()[at : at + len(view)] = view
         at += len(view)
     assert flat is not None
-    return flat
+    return flat, False
 
 
 def _wait(work: Any, timeout_s: float) -> None:

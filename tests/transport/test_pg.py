@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from transport import DistributedTransport, HTTPTransport, TransportTimeout
 from transport.encoded import encode
-from transport.pg import BUCKET, GATHERED, buckets
+from transport.pg import AHEAD, BUCKET, COPIED, GATHERED, buckets
 
 Make = Callable[..., HTTPTransport]
 Same = Callable[[Any, Any], None]
@@ -34,6 +35,9 @@ class Group:
         self._inner = inner
         self.bytes_sent = 0
         self.tags: list[int] = []
+        self.most_bytes = 0
+        """That were under way at a time."""
+        self._under_way: list[weakref.ref[torch.Tensor]] = []
         self.mute = False
         self.flip = False
         self.recv_left = 1 << 30
@@ -53,6 +57,10 @@ class Group:
             tensors[0][5] ^= 1
         self.bytes_sent += tensors[0].numel()
         self.tags.append(tag)
+        self._under_way = [each for each in self._under_way if each() is not None]
+        self._under_way.append(weakref.ref(tensors[0]))
+        now = [tensor.numel() for each in self._under_way if (tensor := each()) is not None]
+        self.most_bytes = max(self.most_bytes, sum(now))
         return self._inner.send(tensors, rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
@@ -273,6 +281,18 @@ def test_nobody_writes_into_the_destination_after_the_deadline(job: Callable[...
     with pytest.raises(TransportTimeout):
         here.fetch(state(0.0), deadline_s=0.3)
     assert not [thread for thread in threading.enumerate() if thread.name == "transport-fetch"]
+
+
+def test_small_tensors_take_little_memory_however_many_there_are(
+    job: Callable[..., Job], assert_same: Same
+) -> None:
+    """They are copied to be sent together; without a limit in bytes, the state would be there twice."""
+    many = [torch.full((60_000,), float(i)) for i in range(350)]
+    here = job(2)
+    here.publish(many)
+    assert_same(here.fetch([torch.zeros(60_000) for _ in many]), many)
+    limit = AHEAD // COPIED + GATHERED
+    assert limit / 2 < here.groups[0].most_bytes <= limit < size_of(many) / 2
 
 
 def test_buckets_tile_the_data_section() -> None:
