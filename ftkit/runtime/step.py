@@ -14,6 +14,7 @@ import torch
 from torch.distributed import Work
 
 from ftkit.config import Settings
+from ftkit.core.model import FRESH
 from ftkit.core.vote import Lineage, Verdict, tally
 from ftkit.errors import FtkitError, GroupError, Left, StepFailed
 from ftkit.groups.ballots import BallotBox
@@ -28,6 +29,7 @@ from ftkit.runtime.links import Links, first_line
 from ftkit.runtime.membership import Membership
 from ftkit.runtime.progress import Progress
 from ftkit.runtime.reformer import Reformer
+from ftkit.runtime.warmup import warm_up
 from ftkit.runtime.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -373,6 +375,8 @@ class Step:
         self._count(failed)
         self._progress.mark(Phase.WAITING)
         membership.ask(failed)
+        if self.lineage.version == FRESH:
+            warm_up(self._healer)
         offer = membership.wait_offer(self._settings.quorum_timeout, self._asked_to_leave)
         if offer is None:
             self.leave(planned=False)
