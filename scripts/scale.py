@@ -5,9 +5,10 @@ python scripts/scale.py --members 50,200 --json
 
 Starts an etcd on this machine and simulated members: the keepers' real parts, dozens per process, without
 trainers (`scale_member.py`). All share this machine's processors with etcd, while real keepers have their
-own: the times are upper bounds, which is why the processor seconds behind them are told as well. Prints what
-etcd has to do while nothing changes, how long it takes until all know of a death and of a hundred joiners,
-and with which power of the number of members each figure grew. Exit code 1: a promise is not kept.
+own: the times are upper bounds, which is why the processor seconds behind them are told as well. What only
+dozens of keepers in one process would do to each other is switched off. Prints what etcd has to do while
+nothing changes, how long it takes until all know of a death and of a hundred joiners, and with which power
+of the number of members each figure grew. Exit code 1: a promise is not kept.
 """
 
 from __future__ import annotations
