@@ -43,7 +43,8 @@ class HTTPTransport:
         secret that is known only later: until then (empty) every request is refused.
     bind, port: where to listen; port 0 takes a free one.
     advertise: the host name or `host:port` by which others reach this process, if it is not `bind`.
-    streams: connections of one fetch, spread over its sources (at least one to each).
+    streams: connections of one fetch, spread over its sources (at least one to each); to a source on this
+        machine no more than there are cores.
     chunk_bytes: bytes per checksum.
     stall_s: silence after which a source's extent is given to others.
     min_rate: bytes per second; of a source that sends fewer, the log warns. 0 for never.
