@@ -105,8 +105,11 @@ class Fetch:
                 if session.selection is not None:
                     session.ledger.max_run = 1  # of so many parts that a request can list them
                 session.plan = plan
-            # The others need them beforehand: to compare, or to do without the source later.
-            session.sums_follow = not (self._select or self._reuse or self._ahead or session.peers)
+            # The others need them beforehand: to compare, to do without the source later, or to free the
+            # buffers in which chunks wait on their way to a device.
+            to_device = 2 * plan.bytes_in_place < manifest.size
+            beforehand = self._select or self._reuse or self._ahead or session.peers or to_device
+            session.sums_follow = not beforehand
             if manifest.hashes is None:
                 session.start_thread(Auditor(session).run)
             if self._reuse:
