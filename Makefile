@@ -40,11 +40,8 @@ check: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/ftkit demo $(ARGS)
 
-# All run even if one fails, so that one night tells everything.
 chaos: $(STAMP)
-	@failed=; $(BIN)/python -m pytest -q -m long || failed=" (the tests)"; for seed in 1 2 3 4 5; do \
-	    $(BIN)/python scripts/chaos.py --groups 3 --seconds 180 --seed $$seed $(ARGS) || failed="$$failed $$seed"; \
-	done; if [ -n "$$failed" ]; then echo "FAILED with seeds:$$failed"; exit 1; fi
+	@$(BIN)/python scripts/chaos_night.py -- $(ARGS)
 
 soak: $(STAMP)
 	@$(BIN)/python scripts/chaos.py --groups 3 --seconds $$(($(MINUTES) * 60)) --seed $(SEED) $(ARGS)
