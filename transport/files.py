@@ -144,6 +144,16 @@ class _FilePlan(Plan):
     def views(self, start: int, end: int) -> list[memoryview]:
         return [self._data[start:end]]
 
+    @property
+    def bytes_in_place(self) -> int:
+        return self.manifest.size
+
+    def in_place(self, start: int, end: int) -> bool:
+        return True
+
+    def is_destination(self, start: int, end: int) -> bool:
+        return False  # a new file holds nothing yet
+
     def accept(self, start: int, end: int) -> None:
         pass
 
