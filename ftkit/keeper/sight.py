@@ -1,7 +1,8 @@
 """Watch the parts of the job's prefix that a keeper needs, and turn what is seen into events.
 
-Three watches for every keeper, two more for proposers: one change of membership then costs O(N) messages.
-It decides nothing; it knows since when its sight is troubled.
+One watch for every keeper, so that what was written together arrives together, in one message; one more, of
+tickets, for proposers: a change of membership then costs O(N) messages. It decides nothing; it knows since
+when its sight is troubled.
 """
 
 from __future__ import annotations
@@ -42,23 +43,20 @@ class Sight:
         self._watches: dict[str, Watch] = {}
 
     def open(self) -> None:
-        """Start the watches that every keeper has."""
-        # `abort`, `config` and `control/` are neighbours in the order of keys: one watch for the three.
-        self._open("abort", self._keys.abort, self._keys.departed, ("abort", "control"))
-        self._open("epoch", self._keys.epoch, self._keys.epoch + "\0", ("epoch",))
-        self._open("members", self._keys.members, prefix_end(self._keys.members), ("members",))
+        """Start the watch that every keeper has."""
+        # In the order of keys: `abort`, `config`, `control/`, `departed/`, `epoch`, `members/`.
+        sections: tuple[ev.Section, ...] = ("abort", "control", "departed", "epoch", "members")
+        self._open("members", self._keys.abort, prefix_end(self._keys.members), sections)
 
     def watch_tickets(self, on: bool) -> None:
-        """Start or end the watches that only proposers have."""
+        """Start or end the watch that only proposers have."""
         if on and "tickets" not in self._watches:
-            self._open("departed", self._keys.departed, prefix_end(self._keys.departed), ("departed",))
             self._open("tickets", self._keys.tickets, prefix_end(self._keys.tickets), ("tickets",))
         elif not on:
-            for name in ("departed", "tickets"):
-                watch = self._watches.pop(name, None)
-                if watch is not None:
-                    watch.close(wait=False)  # called on the loop's thread, which must not wait
-                self._blind_since.pop(name, None)
+            watch = self._watches.pop("tickets", None)
+            if watch is not None:
+                watch.close(wait=False)  # called on the loop's thread, which must not wait
+            self._blind_since.pop("tickets", None)
 
     def refresh(self, on_fresh: Callable[[], None]) -> None:
         """Call `on_fresh`, from some thread, when all that is so by now has been posted."""

@@ -145,6 +145,7 @@ def test_an_etcd_that_is_away_at_the_start_is_waited_for(own_world: World, own_e
 def fill(etcd: Etcd) -> None:
     for i in range(100):
         etcd.put(f"/filler/{i}", b"x" * 200_000)
+        time.sleep(0.005)  # etcd counts what it has every tenth of a second
 
 
 def test_a_full_etcd_is_reported_with_what_to_do(job: str, tmp_path: Path):

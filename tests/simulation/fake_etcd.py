@@ -16,11 +16,11 @@ from simulation.world import World
 
 from ftkit.core import events as ev
 
-FOR_ALL = (("members",), ("epoch",), ("abort", "control"))
-"""The watches of every keeper."""
+FOR_ALL = (("members",), ("epoch",), ("abort", "control"), ("departed",))
+"""What every keeper watches: with one watch in truth, but here each part may be late on its own."""
 
-FOR_PROPOSERS = (("tickets",), ("departed",))
-"""The watches that only proposers have, too."""
+FOR_PROPOSERS = (("tickets",),)
+"""What only proposers watch, too."""
 
 
 class Client(Protocol):
