@@ -141,15 +141,19 @@ class Worker:
         self.session.check()
 
     def _wait_turn(self) -> None:
-        """Let the sources before this one answer first, for a moment."""
+        """Let the sources before this one answer first, for a moment; and send, if they are enough for all."""
         until = self.session.started + HEDGE_S * self.source.turn
         with self.session.changed:
-            while self.session.manifest is None and not self.session.hurry:
+            while not (self.session.hurry or self._is_needed()):
                 self.session.check()
                 left = until - time.monotonic()
                 if left <= 0:
                     return
                 self.session.changed.wait(left)
+
+    def _is_needed(self) -> bool:
+        manifest = self.session.manifest
+        return manifest is not None and self.source.turn < manifest.num_chunks
 
     # introduction
 
