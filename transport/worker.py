@@ -141,7 +141,7 @@ class Worker:
         self.session.check()
 
     def _wait_turn(self) -> None:
-        """Let the sources before this one answer first, for a moment; and send, if they are enough for all."""
+        """Let the sources before this one answer first, for a moment, and send, if they are enough."""
         until = self.session.started + HEDGE_S * self.source.turn
         with self.session.changed:
             while not (self.session.hurry or self._is_needed()):
