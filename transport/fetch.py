@@ -66,7 +66,7 @@ class Fetch:
         settings: Settings,
         *,
         deadline_s: float,
-        progress: Callable[[Progress], None] | None,
+        progress: Callable[[Progress], None] | None = None,
         make_plan: Callable[[Manifest], Plan] | None = None,
         select: Callable[[Manifest], Selection] | None = None,
         ahead: Ahead | None = None,
@@ -74,11 +74,12 @@ class Fetch:
         reuse: bool = False,
         own: str = "",
         serve: Callable[[Share], None] | None = None,
+        quiet: bool = False,
     ) -> None:
         if not sources:
             raise ValueError("a fetch needs at least one source")
         self.version = version
-        self._progress, self._deadline_s = progress, deadline_s
+        self._progress, self._deadline_s, self._quiet = progress, deadline_s, quiet
         self._ahead, self._select = ahead, select
         self._make_plan = make_plan or (lambda manifest: Plan(manifest, into))
         self._session = Session(sources, version, settings, deadline_s)
@@ -230,11 +231,12 @@ class Fetch:
 
     def _report(self, *, whole: bool = False) -> None:
         """Tell the caller how far it has come; the log, once it is done."""
-        if self._progress is None and not (whole and log.isEnabledFor(logging.INFO)):
+        told = whole and not self._quiet and log.isEnabledFor(logging.INFO)
+        if self._progress is None and not told:
             return
         with self._session.changed:
             report = self._meter.report(time.monotonic(), whole=whole)
-        if whole:
+        if told:
             log.info("%s", summary(report))
         if self._progress is not None:
             self._progress(report)

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 from transport.api import Progress
 from transport.connection import Limits
 from transport.encoded import Encoded, encode
@@ -32,6 +34,7 @@ from transport.slots import Slots
 from transport.staging import wait_for_device
 
 _WILDCARDS = ("", "0.0.0.0", "::")
+_WARM_UP = "warm-up"
 
 
 class HTTPTransport:
@@ -160,6 +163,21 @@ class HTTPTransport:
         before = self._board.shares.put(share)
         if before is not None:
             before.withdraw(self._drain_s)
+
+    def warm_up(self) -> None:
+        """Fetch a number from itself, while nothing is published: a first fetch takes some 3 ms longer.
+
+        Raises:
+            TransportError: that did not work within a second.
+        """
+        state = {"x": torch.ones(1, device="cpu")}
+        self.publish(_WARM_UP, state)
+        try:
+            self._run(
+                Fetch([self.address], _WARM_UP, state, self._settings(None), deadline_s=1.0, quiet=True)
+            )
+        finally:
+            self.withdraw()
 
     def fetch(
         self,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 
 import msgspec
-import torch
 
 from ftkit.core.model import FRESH, Record
 from ftkit.core.plan import Plan
@@ -32,8 +31,6 @@ from transport import (
 )
 
 logger = logging.getLogger(__name__)
-
-_WARM_UP, _WARM_UP_S = "warm-up", 1.0
 
 
 class Healed(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,17 +62,12 @@ class Healer:
         """The newest epoch that is known to be over."""
 
     def warm_up(self) -> None:
-        """Fetch a number from itself: the first fetch of a process takes some 3 ms longer than the next."""
-        transport, state = self._transport, {"x": torch.ones(1, device="cpu")}
-        if not isinstance(transport, HTTPTransport):
-            return
-        try:
-            transport.publish(_WARM_UP, state)
-            transport.fetch([transport.address], _WARM_UP, state, deadline_s=_WARM_UP_S)
-        except TransportError as error:
-            logger.info("this replica cannot fetch from itself: %s", error)
-        finally:
-            transport.withdraw()
+        """Let the transport do once what takes longer the first time."""
+        if isinstance(self._transport, HTTPTransport):
+            try:
+                self._transport.warm_up()
+            except TransportError as error:
+                logger.info("this replica cannot fetch from itself: %s", error)
 
     def prepare(
         self, plan: Plan, records: Mapping[str, Record], lineage: Lineage, settle: Callable[[], bool]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
 
-from transport import HTTPTransport, Progress
+from transport import HTTPTransport, Progress, TransportError
 
 Make = Callable[..., HTTPTransport]
 KB, MB = 1 << 10, 1 << 20
@@ -50,6 +51,17 @@ def test_the_log_gets_one_line_at_the_end(make_transport: Make, caplog: pytest.L
     (line,) = [record.getMessage() for record in caplog.records if record.name == "transport.fetch"]
     assert line.startswith("fetched version v: 4.2 MB in ")
     assert line.endswith(f": {source.address} 4.2 MB")
+
+
+def test_a_warm_up_leaves_nothing_behind(make_transport: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    transport, other = make_transport(), make_transport()
+    transport.warm_up()
+    assert not caplog.records
+    with pytest.raises(TransportError):
+        other.fetch([transport.address], "warm-up", {"x": torch.zeros(1)}, deadline_s=0.3)
+    transport.publish("v", {"x": torch.full((3,), 2.0)})
+    assert other.fetch([transport.address], "v", {"x": torch.zeros(3)}, deadline_s=5.0) == {"x": ANY}
 
 
 def test_a_source_below_the_floor_is_warned_of_once_by_its_address(
