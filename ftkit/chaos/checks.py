@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ftkit.chaos.log import Entry, Log, version_of
+from ftkit.chaos.log import Entry, Life, Log, version_of
 from ftkit.core.model import Version
 
 
@@ -227,10 +227,12 @@ def survivors_stay(log: Log) -> Outcome:
     wrong: list[Violation] = []
     killed = {e.line.pid for e in log.faults if e.line.kind in DEADLY}
     bereaved = _bereaved(log)
-    unexplained = on_purpose = 0
+    unexplained = on_purpose = turned_away = 0
     for life in log.lives:
         end = life.end
-        if (life.pid in killed or id(life) in bereaved) and (end is None or end.line.error):
+        if _turned_away(life):
+            turned_away += 1
+        elif (life.pid in killed or id(life) in bereaved) and (end is None or end.line.error):
             on_purpose += 1
         elif end is not None:
             if end.line.error:
@@ -241,9 +243,17 @@ def survivors_stay(log: Log) -> Outcome:
                 text = f"{life.name} has ended without a word, and no fault accounts for it"
                 wrong.append(Violation(life.entries[-1].where, text))
     note = f"processes, {on_purpose} ended on purpose"
+    if turned_away:
+        note += f", {turned_away} newcomers turned away by a full etcd"
     if unexplained and not log.over:
         note += f", {unexplained} without a last word (killed, or still running: no fault lines tell)"
     return outcome("survivors never end with an error", len(log.lives), note, wrong, "there is no process")
+
+
+def _turned_away(life: Life) -> bool:
+    """Say whether it never was a member: a full etcd takes no newcomer, until an operator has made room."""
+    was_member = any(e.line.type == "step" or e.line.kind == "epoch" for e in life.entries)
+    return not was_member and life.end is not None and str(life.end.line.error).startswith("EtcdNoSpace(")
 
 
 def _bereaved(log: Log) -> set[int]:

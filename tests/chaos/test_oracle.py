@@ -182,6 +182,20 @@ def test_a_rank_may_end_with_the_one_that_was_killed_beside_it_but_not_before() 
     assert "b/1 (pid 9) ended with alone" in str(broken(judge(log_of(files)))[check])
 
 
+def test_a_newcomer_may_be_turned_away_by_a_full_etcd_and_a_member_may_not() -> None:
+    files = healthy()
+    full = "EtcdNoSpace('etcd is full')"
+    newcomer = [row("start", 3.2, "c", 9), {**end("c", 3.3, "0-0", 0, pid=9), "error": full}]
+    files["c.0.jsonl"] = newcomer
+    check = "survivors never end with an error"
+    assert check not in broken(judge(log_of(files)))
+    newcomer[1]["error"] = "StepFailed('gave up')"
+    assert "c (pid 9) ended with StepFailed" in str(broken(judge(log_of(files)))[check])
+    newcomer[1]["error"] = full
+    newcomer.insert(1, {**row("event", 3.25, "c", 9), "kind": "epoch", "epoch": 3, "step": 0})
+    assert "c (pid 9) ended with EtcdNoSpace" in str(broken(judge(log_of(files)))[check])
+
+
 def test_every_check_has_a_seeded_bug() -> None:
     names = {o.name for o in judge(log_of(healthy()), min_replicas=2).outcomes}
     assert names == {check for _, check, _ in SEEDED} | {"the log is whole"}
