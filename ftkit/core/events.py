@@ -55,6 +55,8 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
     failed: str = ""
     """Why the epoch that they left is over; empty when all its members left it at the same boundary."""
     leaving: bool = False
+    together: bool = False
+    """All members of the epoch that was left have said farewell: each holds this version, and asks too."""
     shrink_only: bool = False
     unreached: tuple[str, ...] = ()
     """Members whose machines a rank could not reach when the last epoch came to nothing."""

@@ -28,8 +28,8 @@ def objection(seen: Seen, replica_id: str, want: ev.Want, epoch: Epoch, *, froze
 
 
 def end_of(seen: Seen, replica_id: str, running: Epoch) -> str | None:
-    """Say why the running epoch is over, or None."""
-    if seen.epoch is not None and seen.epoch.id > running.id:
+    """Say why the running epoch is over, or None. For a newer one that names it, a member is about to ask."""
+    if seen.epoch is not None and seen.epoch.id > running.id and not is_called(seen, replica_id, running):
         return f"superseded by epoch {seen.epoch.id}"
     if seen.abort is not None and seen.abort.epoch == running.id:
         return seen.abort.why or f"aborted by {seen.abort.by}"
@@ -41,6 +41,16 @@ def end_of(seen: Seen, replica_id: str, running: Epoch) -> str | None:
     return None
 
 
+def is_called(seen: Seen, replica_id: str, running: Epoch) -> bool:
+    """Say whether the others, who left the running epoch together with this member, were faster to go on."""
+    before, seat = running.seat(replica_id), seen.seat(replica_id)
+    if seen.epoch is None or seen.epoch.id <= running.id or seen.epoch.restored:
+        return False
+    if before is None or seat is None or seat.incarnation != before.incarnation:
+        return False
+    return seat.version > before.version
+
+
 def _left_as_planned(seen: Seen, seat: Seat) -> bool:
     departed = seen.departed.get(seat.replica_id)
     return departed is not None and departed.incarnation == seat.incarnation and departed.planned
@@ -48,8 +58,10 @@ def _left_as_planned(seen: Seen, seat: Seat) -> bool:
 
 def those_who_left(seen: Seen, replica_id: str, running: Epoch) -> list[str]:
     """Name the others who have left the running epoch without an error: by goodbye, or for the next one."""
+    if seen.epoch is not None and is_called(seen, replica_id, running):
+        return [seen.epoch.proposer]
     if not (seen.tickets or seen.departed):
-        return []  # who does not propose does not watch them
+        return []  # who does not propose does not watch tickets
     left = []
     for seat in running.seats:
         ticket = seen.tickets.get(seat.replica_id)

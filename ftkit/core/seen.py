@@ -6,6 +6,7 @@ Pure: the machine's memory, without its decisions.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -134,6 +135,13 @@ class Seen:
             and (name, self._seats[name].incarnation) not in self._past
             and self._revisions.get(name, 0) <= self.epoch_revision
         )
+
+    def presume(self, tickets: Iterable[Ticket], now: float) -> None:
+        """Take tickets for written that are about to be, if tickets are looked at here at all."""
+        if "tickets" in self.listed:
+            for ticket in tickets:
+                self.tickets[ticket.replica_id] = ticket
+                self._look_at(ticket.replica_id, now)
 
     def forget_tickets(self) -> None:
         """The tickets are no longer watched."""

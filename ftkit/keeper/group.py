@@ -79,6 +79,7 @@ class Group:
             version=min(w.version for w in wants),
             failed=next((w.failed for w in wants if w.failed), ""),
             leaving=any(w.leaving for w in wants),
+            together=all(w.together for w in wants),
             shrink_only=any(w.shrink_only for w in wants),
             unreached=tuple(sorted({name for w in wants for name in w.unreached})),
             offered=min((w.offered for w in wants if w.offered is not None), default=None),

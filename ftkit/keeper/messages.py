@@ -41,6 +41,7 @@ class WantEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="want"):
     version: Version
     failed: str = ""
     leaving: bool = False
+    together: bool = False
     shrink_only: bool = False
     unreached: tuple[str, ...] = ()
     """Members whose machines this rank cannot reach; it asks again when that changes."""

@@ -69,6 +69,8 @@ class Membership:
         self.left_out = False
         """The others have gone on without this group."""
         self._want = WantEpoch(version=lineage.version)
+        self._together = False
+        """Whether all members of the epoch that was left last ask for the next one at the same version."""
         self._peers: dict[str, str] = {}
         """Rendezvous addresses of the others in the last epoch, while that has not come to anything."""
 
@@ -97,12 +99,12 @@ class Membership:
         self.record("aborted")
         return running.id
 
-    def leave(self, *, planned: bool) -> str:
-        """Take leave of the running epoch; return why it failed, empty when all leave it together."""
-        failed = ""
+    def leave(self, *, planned: bool, for_good: bool = False) -> str:
+        """Take leave of the running epoch; return why it failed, empty when all leave it at one boundary."""
+        failed, self._together = "", False
         if self.epoch is not None:
             if planned and self.error is None:
-                self.farewell()
+                self._together = self.farewell(for_good)
             else:
                 failed = first_line(self.error) if self.error is not None else "the epoch was left"
                 if self.error_is_own:  # the others will read it
@@ -118,12 +120,17 @@ class Membership:
             failed = f"{self._settings.replica_id} had given up waiting when epoch {dropped} was offered"
         return failed
 
-    def farewell(self) -> None:
-        """See that all members have read the last vote before anyone closes its sockets."""
+    def farewell(self, for_good: bool) -> bool:
+        """See that all members have read the last vote before anyone closes its sockets.
+
+        Return whether all of them, who hold one version now, will ask for the next epoch.
+        """
         try:
-            self._links.agree([0], timeout_s=FAREWELL_S)
+            (leaver,) = self._links.agree([int(for_good)], timeout_s=FAREWELL_S)
         except GroupError as error:
             logger.debug("not everyone said farewell: %s", error)
+            return False
+        return not leaver
 
     # -- the beginning of the next -------------------------------------------------------------------
 
@@ -134,6 +141,7 @@ class Membership:
         want = WantEpoch(
             version=self._lineage.version,
             failed=failed,
+            together=self._together and not failed,
             shrink_only=shrink_only,
             offered=self._inbox.offered,
             unreached=self._unreached(),

@@ -367,9 +367,10 @@ class Step:
         self._reformer.wait_idle()
         membership = self.membership
         before, own = membership.epoch, membership.error_is_own
-        failed = membership.leave(planned=self._planned)
+        leaving = self._asked_to_leave()
+        failed = membership.leave(planned=self._planned, for_good=leaving)
         planned, self._planned = self._planned and not failed, False
-        if self._asked_to_leave():
+        if leaving:
             self.leave(planned=planned)
         self._own_failures += int(own)
         self._count(failed)
@@ -431,6 +432,7 @@ class Step:
         self._reformer.close()
         membership = self.membership
         if membership.epoch is not None and membership.error is None and not self.started:
-            membership.farewell()  # in a step the others wait for our gradients and would not answer
+            # In a step the others wait for our gradients, and would not answer.
+            membership.farewell(for_good=True)
         membership.leave(planned=False)
         self.say_goodbye(planned=False)

@@ -138,7 +138,9 @@ def wish_that_crosses_an_offer_counts(patch: pytest.MonkeyPatch) -> None:
     """Ranks that asked again run in the epoch that was on its way, their machine in the next."""
     original = Member._on_want
     patch.setattr(
-        Member, "_on_want", lambda self, want: original(self, msgspec.structs.replace(want, offered=None))
+        Member,
+        "_on_want",
+        lambda self, want, now: original(self, msgspec.structs.replace(want, offered=None), now),
     )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 COLLECTIVE_S, RENDEZVOUS_S, HEAL_S, SUSPECT_S, SALVAGE_S = 2.5, 1.5, 3.0, 0.3, 1.0
 REPROBE_S = 1.0
 """How often a member that waits looks whether those whom it did not reach answer now."""
+FAREWELL_S = 2.0
 HOPELESS_S = 15.0
 """A trainer with a half-written state that nobody can heal ends after this long."""
 
@@ -52,6 +53,7 @@ class Trainer:
         self.keeper: Keeper | None = None
         self.reconfigure = False
         self.salvages = False
+        self._for_good = False
         """Whether the gradients of the running step are still there, to be reduced among fewer members."""
         self.leaving = ""
         self.suspects: tuple[str, ...] = ()
@@ -166,7 +168,7 @@ class Trainer:
         self.group = self.replica.job.group(epoch)
         self._collect("configure", RENDEZVOUS_S)
 
-    def _want(self, failed: str, *, salvage: bool = False) -> None:
+    def _want(self, failed: str, *, salvage: bool = False, together: bool = False) -> None:
         self.new_task()
         self.phase = "wanting"
         self.salvages = salvage
@@ -175,6 +177,7 @@ class Trainer:
         self.want = ev.Want(
             version=version,
             failed=failed,
+            together=together,
             shrink_only=salvage,
             offered=offered,
             unreached=self._unreached(),
@@ -267,14 +270,18 @@ class Trainer:
             self.later(SUSPECT_S, self._lose_patience, self.phase, "a member is suspect")
 
     def _lose_patience(self, phase: str, why: str) -> None:
-        if self.phase == phase and (why == "timed out" or self.suspects):
+        if self.phase == phase == "farewell":
+            self._part(together=False)
+        elif self.phase == phase and (why == "timed out" or self.suspects):
             self.fail(f"{phase}: {why}")
 
     def on_failure(self, kind: Hashable, why: str) -> None:
         """The collective failed here; the others may or may not know."""
         if self.phase != (kind[0] if isinstance(kind, tuple) else kind):
             return
-        if self.phase == "grads" and self.world.chance(0.5):
+        if self.phase == "farewell":
+            self._part(together=False)
+        elif self.phase == "grads" and self.world.chance(0.5):
             self._vote(ok=False)
         else:
             self.fail(f"{self.phase}: {why}")
@@ -292,6 +299,8 @@ class Trainer:
             self._begin_step()
         elif phase == "grads":
             self._vote(ok=True)
+        elif phase == "farewell":
+            self._part(together=not result[0])
         else:
             self._on_verdict(result)
 
@@ -388,11 +397,17 @@ class Trainer:
         self.replica.job.checks.commit(self, self.entered, version, before)
         if not verdict.reconfigure:
             self._compute()
-        elif self.leaving:
+        else:
+            self._for_good = bool(self.leaving)
+            self._collect(("farewell", version.step), FAREWELL_S, [int(self._for_good)])
+
+    def _part(self, *, together: bool) -> None:
+        """Leave the epoch as planned; `together` if all have said farewell, and all will ask for the next."""
+        if self._for_good:
             self._say_goodbye("left", planned=True)
         else:
             self._leave_group()
-            self._want("")
+            self._want("", together=together)
 
 
 def mix(state: int | None, epoch: Epoch, step: int) -> int:
