@@ -1,8 +1,7 @@
 """Watch the parts of the job's prefix that a keeper needs, and turn what is seen into events.
 
-One watch for every keeper, so that what was written together arrives together, in one message; one more, of
-tickets, for proposers: a change of membership then costs O(N) messages. It decides nothing; it knows since
-when its sight is troubled.
+Two watches for every keeper, one more, of tickets, for proposers: a change of membership then costs O(N)
+messages. It decides nothing; it knows since when its sight is troubled.
 """
 
 from __future__ import annotations
@@ -43,10 +42,11 @@ class Sight:
         self._watches: dict[str, Watch] = {}
 
     def open(self) -> None:
-        """Start the watch that every keeper has."""
-        # In the order of keys: `abort`, `config`, `control/`, `departed/`, `epoch`, `members/`.
-        sections: tuple[ev.Section, ...] = ("abort", "control", "departed", "epoch", "members")
-        self._open("members", self._keys.abort, prefix_end(self._keys.members), sections)
+        """Start the watches that every keeper has."""
+        # Neighbours in the order of keys; `history/`, large and not for us, lies between them and `members/`.
+        sections: tuple[ev.Section, ...] = ("abort", "control", "departed", "epoch")
+        self._open("epoch", self._keys.abort, self._keys.epoch + "\0", sections)
+        self._open("members", self._keys.members, prefix_end(self._keys.members), ("members",))
 
     def watch_tickets(self, on: bool) -> None:
         """Start or end the watch that only proposers have."""
