@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -54,6 +55,8 @@ class BallotBox:
         self._round = 0
         self._awaited: tuple[socket.socket, ...] = ()
         self._since = 0.0
+        self._voter = 0
+        """The thread that votes."""
         self._over: str | None = "the votes are not configured; call configure() first"
         self._aborted = False
         sockets.hidden.add(self)
@@ -221,9 +224,13 @@ class BallotBox:
         return self._over is None
 
     def waiting_since(self) -> float | None:
-        """Say since when a vote waits for its peers (monotonic clock); None when nothing is awaited."""
+        """Say since when a vote waits for its peers (monotonic clock); None when nothing is awaited.
+
+        Nor is it when the thread that votes is somewhere else: in a signal handler, with the answer in hand.
+        """
         awaited, since = self._awaited, self._since
-        if not awaited:
+        frame = sys._current_frames().get(self._voter) if awaited else None
+        if frame is None or frame.f_code.co_filename != __file__:
             return None
         poll = select.poll()
         try:
@@ -245,7 +252,7 @@ class BallotBox:
         if self.size == 1:
             return values
         limit = self.timeout_s if timeout_s is None else timeout_s
-        self._since = time.monotonic()
+        self._since, self._voter = time.monotonic(), threading.get_ident()
         try:
             return self._carry(code, values, merge, limit)
         except (OSError, GroupError) as error:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ftkit.errors import Aborted, GroupError
+from ftkit.groups import ballots
 from ftkit.groups.ballots import BallotBox
 from ftkit.groups.store import RendezvousStore, split_address
 
@@ -92,6 +93,36 @@ def test_abort_frees_a_vote_and_all_the_others(store: RendezvousStore, make: Mak
         boxes[3].highest([1])
     form(store, boxes[:3], "b")
     assert on_all(3, lambda r: boxes[r].highest([r])) == [[2]] * 3
+
+
+def test_who_has_the_answer_and_is_stuck_elsewhere_waits_for_nobody(
+    store: RendezvousStore, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a signal handler, which runs when the call that waited has returned: the keeper must know."""
+    boxes = make(2)
+    form(store, boxes, "stuck")
+    stuck, go_on = threading.Event(), threading.Event()
+    original = ballots._receive
+
+    def receive_and_hang(sock: socket.socket, nbytes: int) -> bytes:
+        data = original(sock, nbytes)
+        if threading.current_thread() is voter:
+            stuck.set()
+            go_on.wait(10)
+        return data
+
+    monkeypatch.setattr(ballots, "_receive", receive_and_hang)
+    answers: list[list[int]] = []
+    voter = threading.Thread(target=lambda: answers.append(boxes[1].highest([2])))
+    voter.start()
+    while boxes[1].waiting_since() is None:
+        assert not stuck.is_set()
+    assert boxes[0].highest([5]) == [5]
+    assert stuck.wait(10)
+    assert boxes[1].waiting_since() is None
+    go_on.set()
+    voter.join()
+    assert answers == [[5]]
 
 
 def test_a_late_vote_is_an_error_after_the_time_given(store: RendezvousStore, make: Make) -> None:
