@@ -108,9 +108,8 @@ class Fetch:
                 session.plan = plan
             # The others need them beforehand: to compare, to do without the source later, or to free the
             # buffers in which chunks wait on their way to a device.
-            to_device = 2 * plan.bytes_in_place < manifest.size
-            beforehand = self._select or self._reuse or self._ahead or session.peers or to_device
-            session.sums_follow = not beforehand
+            beforehand = self._select or self._reuse or self._ahead or session.peers
+            session.sums_follow = not beforehand and plan.mostly_in_place
             if manifest.hashes is None:
                 session.start_thread(Auditor(session).run)
             if self._reuse:
@@ -140,8 +139,8 @@ class Fetch:
         swarm, turn = neighbours(self._joiners, self._own)
         if serve is None or manifest.num_chunks < MIN_SHARE * len(swarm) or len(swarm) == 1:
             return
-        if 2 * plan.bytes_in_place < manifest.size:
-            return  # most goes on to a device, so that there is little to serve
+        if not plan.mostly_in_place:
+            return  # there is little to serve
         now = time.monotonic()
         session.swarm = Swarm(manifest.num_chunks, len(swarm), turn, now)
         nothing = np.zeros(manifest.num_chunks, np.bool_)

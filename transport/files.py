@@ -145,8 +145,8 @@ class _FilePlan(Plan):
         return [self._data[start:end]]
 
     @property
-    def bytes_in_place(self) -> int:
-        return self.manifest.size
+    def mostly_in_place(self) -> bool:
+        return True
 
     def in_place(self, start: int, end: int) -> bool:
         return True

@@ -118,9 +118,10 @@ class Plan:
             index += 1
 
     @property
-    def bytes_in_place(self) -> int:
-        """Return how many of the bytes are received into memory where they stay."""
-        return sum(home.block.nbytes for home in self._homes if home.view is not None)
+    def mostly_in_place(self) -> bool:
+        """Say whether most bytes are received where they stay, not only pass on their way to a device."""
+        there = sum(home.block.nbytes for home in self._homes if home.view is not None)
+        return 2 * there >= self.manifest.size
 
     def in_place(self, start: int, end: int) -> bool:
         """Say whether the memory for these bytes stays as it is once they have come."""
