@@ -12,6 +12,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from ftkit.keeper.processes import parent_of
+
 
 def children_of(pid: int) -> list[int]:
     """Return the children of a process, whichever of its threads started them."""
@@ -33,13 +35,6 @@ def is_keeper(pid: int) -> bool:
 def keepers_of(pid: int) -> list[int]:
     """Return the keepers that a trainer has started and that live."""
     return [child for child in children_of(pid) if is_keeper(child)]
-
-
-def parent_of(pid: int) -> int | None:
-    """Return the process that has started it, or adopted it; None when it is gone."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return None
 
 
 def ranks_of(pid: int) -> list[int]:

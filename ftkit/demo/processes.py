@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ftkit.errors import ConfigError
+from ftkit.keeper.processes import parent_of
 
 END_S = 40.0
 SCRIPT = "train_lm.py"
@@ -110,12 +111,8 @@ def signal_trainer(pid: int, replica_id: str, number: signal.Signals, *, family:
 
 def descendants(pid: int) -> list[int]:
     """Return the children of a process, their children, and so on."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                text = (entry / "stat").read_text()
-                parents[int(entry.name)] = int(text.rpartition(")")[2].split()[1])
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    parents = {one: parent_of(one) for one in pids}
     found = [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]

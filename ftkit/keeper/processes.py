@@ -248,6 +248,12 @@ def process_state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
+def parent_of(pid: int) -> int | None:
+    """Return the process that has started it, or adopted it; None when it is gone."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
 def exit_status(pid: int) -> str:
     """Say how a process ended, or is ending, as far as its parent has left anything to read."""
     fields = _stat(pid)
