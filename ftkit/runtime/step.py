@@ -14,7 +14,6 @@ import torch
 from torch.distributed import Work
 
 from ftkit.config import Settings
-from ftkit.core.model import FRESH
 from ftkit.core.vote import Lineage, Verdict, tally
 from ftkit.errors import FtkitError, GroupError, Left, StepFailed
 from ftkit.groups.ballots import BallotBox
@@ -376,7 +375,7 @@ class Step:
         self._count(failed)
         self._progress.mark(Phase.WAITING)
         membership.ask(failed)
-        if self.lineage.version == FRESH:
+        if not self._inbox.offered:  # nobody waits for this member yet
             warm_up(self._healer)
         offer = membership.wait_offer(self._settings.quorum_timeout, self._asked_to_leave)
         if offer is None:
