@@ -176,7 +176,7 @@ class PutAbort(msgspec.Struct, frozen=True):
 
 
 class PutEpoch(msgspec.Struct, frozen=True):
-    """To etcd: if the epoch key's mod revision is `revision` (0: absent), put `epoch` and its history copy.
+    """To etcd: if `epoch` has the mod revision `revision` (0: absent), put it, and a copy in the timeline.
 
     `absent`: and if none of these member keys exists (those whom the epoch replaces without proof of death).
     Answer `ProposalFailed` when it was not so. The put itself is shown by the watch.

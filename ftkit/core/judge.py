@@ -43,9 +43,9 @@ def end_of(seen: Seen, replica_id: str, running: Epoch) -> str | None:
 
 def is_called(seen: Seen, replica_id: str, running: Epoch) -> bool:
     """Say whether the others, who left the running epoch together with this member, were faster to go on."""
-    before, seat = running.seat(replica_id), seen.seat(replica_id)
     if seen.epoch is None or seen.epoch.id <= running.id or seen.epoch.restored:
         return False
+    before, seat = running.seat(replica_id), seen.seat(replica_id)
     if before is None or seat is None or seat.incarnation != before.incarnation:
         return False
     return seat.version > before.version
@@ -60,10 +60,8 @@ def those_who_left(seen: Seen, replica_id: str, running: Epoch) -> list[str]:
     """Name the others who have left the running epoch without an error: by goodbye, or for the next one."""
     if seen.epoch is not None and is_called(seen, replica_id, running):
         return [seen.epoch.proposer]
-    if not (seen.tickets or seen.departed):
-        return []  # who does not propose does not watch tickets
     left = []
-    for seat in running.seats:
+    for seat in seen.named(running):
         ticket = seen.tickets.get(seat.replica_id)
         asks = ticket is not None and ticket.epoch > running.id and ticket.incarnation == seat.incarnation
         if seat.replica_id != replica_id and (asks or _left_as_planned(seen, seat)):

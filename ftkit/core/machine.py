@@ -298,8 +298,7 @@ class Member:
         self._heard = max(self._heard, epoch.id)
         self._out_since = None
         self._count_fruitless(epoch, now)
-        records = {s.replica_id: self.seen.members[s.replica_id] for s in epoch.seats}
-        out.append(ev.Offer(epoch=epoch, records=records))
+        out.append(ev.Offer(epoch=epoch, records=self.seen.records(epoch)))
 
     def _count_fruitless(self, epoch: Epoch, now: float) -> None:
         """Wish for a new epoch less and less often, if those for whom it was wished are not admitted.
@@ -349,7 +348,7 @@ class Member:
             )
             out.append(ev.AbortWork(running.id, why, left_out=left_out))
             return
-        if self.seen.epoch is None or self.seen.epoch.seats != running.seats:
+        if not self.seen.is_current(running):
             return  # I8: it is being put back
         view = self.seen.view()
         doubtful = [s for s in self.seen.in_doubt(running) if s.replica_id != self.replica_id]

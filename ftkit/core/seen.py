@@ -37,7 +37,7 @@ class Seen:
     _revisions: dict[str, int] = field(default_factory=dict)
     """Of each member key, when it was last written."""
     _last: dict[str, str] = field(default_factory=dict)
-    """Of each member that was ever seen, the last incarnation."""
+    """Of each member that was ever seen, the last incarnation; of a live one, its own."""
     _past: set[tuple[str, str]] = field(default_factory=set)
     """Incarnations that another one has followed."""
     _seats: dict[str, Seat] = field(default_factory=dict)
@@ -100,14 +100,11 @@ class Seen:
         return cast("dict[str, object]", getattr(self, section))
 
     def _look_at_all(self, now: float) -> None:
-        members = self.members
-        empty = [
-            name
-            for name, seat in self._seats.items()
-            if (record := members.get(name)) is None or record.incarnation != seat.incarnation
-        ]
+        last = self._last
+        missing = sorted(self._seats.keys() - self.members.keys())
+        replaced = [name for name, seat in self._seats.items() if last.get(name) != seat.incarnation]
         noted = (self.tickets, self.gone_since, self.tickets_seen, self._behind)
-        for name in dict.fromkeys(itertools.chain(empty, *noted)):
+        for name in dict.fromkeys(itertools.chain(missing, replaced, *noted)):
             self._look_at(name, now)
 
     def _look_at(self, name: str, now: float) -> None:
@@ -159,12 +156,30 @@ class Seen:
         """Return a member's seat in the current epoch."""
         return self._seats.get(replica_id)
 
+    def is_current(self, epoch: Epoch) -> bool:
+        """Say whether the epoch, or one with the same members, is the current one."""
+        return epoch is self.epoch or (self.epoch is not None and epoch.seats == self.epoch.seats)
+
+    def named(self, epoch: Epoch) -> list[Seat]:
+        """Return the seats of an epoch that tickets or proofs of death name, in order; mostly few."""
+        names = self.tickets.keys() | self.departed.keys()
+        if not self.is_current(epoch):
+            return [seat for seat in epoch.seats if seat.replica_id in names]
+        return [self._seats[name] for name in sorted(names & self._seats.keys())]
+
+    def records(self, epoch: Epoch) -> dict[str, Record]:
+        """Return the records of an epoch's members, all of whom are live."""
+        members = self.members
+        if len(members) == len(epoch.seats):
+            return dict(members)
+        return {seat.replica_id: members[seat.replica_id] for seat in epoch.seats}
+
     def in_doubt(self, epoch: Epoch) -> list[Seat]:
         """Return the seats of an epoch that may be empty, or whose members may be proven dead; in order.
 
         For the current epoch they are few; of another, all are.
         """
-        if self.epoch is None or epoch.seats != self.epoch.seats:
+        if not self.is_current(epoch):
             return list(epoch.seats)
         proven = self.departed.keys() & self._seats.keys()
         return [self._seats[name] for name in sorted({*self.gone_since, *proven})]

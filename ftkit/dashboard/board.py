@@ -131,11 +131,10 @@ class Board:
         self.last_epoch = 0
         """The id of the last epoch that was told."""
         self._policy = policy
-        history, after = self.keys.history, self.keys.history[:-1] + "0"  # which follows "/"
-        self.ranges = ((self.keys.prefix, history), (after, self.keys.prefix[:-1] + "0"))
-        """The ranges of keys to be watched: all but the history, which can be long."""
-        self._unlisted = set(range(len(self.ranges)))
-        self._past: dict[str, bytes] = {}
+        self.range = (self.keys.prefix, self.keys.timeline)
+        """The keys to be watched: all but the past epochs, the last ones in order, which can be many."""
+        self.complete = False
+        """Whether the range has been listed."""
         self._known: dict[str, _Entry] = {}
         self._timeline = Timeline(job)
         self._dater = Dater()
@@ -144,24 +143,13 @@ class Board:
         self._rates: deque[tuple[float, float]] = deque(maxlen=NUM_RATES)
         self._member_rates: dict[str, deque[float]] = {}
 
-    @property
-    def complete(self) -> bool:
-        """Whether all ranges have been listed."""
-        return not self._unlisted
-
-    def listed(self, part: int, keys: Iterable[Change], history: Iterable[Change], wall: float) -> None:
-        """Take a listing of one of `ranges`; `history` holds the epochs that were not told so far."""
-        start, end = self.ranges[part]
-        before = self._known
-        self._known = {name: entry for name, entry in before.items() if not start <= name < end}
+    def listed(self, keys: Iterable[Change], history: Iterable[Change], wall: float) -> None:
+        """Take a listing of `range`; `history` holds the epochs that were not told so far."""
+        before, self._known = self._known, {}
         for key in keys:
             self._note(key)
-        self._past.update({k.key: k.value for k in history if k.value is not None})
-        first = not self.complete
-        self._unlisted.discard(part)
-        if not self.complete:
-            return
-        past, self._past = self._past, {}
+        first, self.complete = not self.complete, True
+        past = {k.key: k.value for k in history if k.value is not None}
         for name in sorted(past):
             self._span(past[name])
         if self.keys.epoch in self._known:
@@ -179,8 +167,6 @@ class Board:
         """Take changes, in their order."""
         for change in changes:
             self._note(change)
-            if not self.complete:
-                continue
             if change.key == self.keys.epoch and change.value is not None:
                 self._span(change.value)
             self._figures(change.key, change.value)
@@ -193,7 +179,7 @@ class Board:
         if not isinstance(epoch, Epoch) or epoch.id <= self.last_epoch:
             return None
         first = max(1, self.last_epoch + 1, epoch.id - NUM_SPANS + 1)
-        return self.keys.history_of(first), self.keys.history_of(epoch.id + 1)
+        return self.keys.timeline_of(first), self.keys.timeline_of(epoch.id + 1)
 
     def snapshot(self, now: float, wall: float, etcd_error: str = "") -> Snapshot:
         """Return what is to be shown; `now` is monotonic, `wall` the time of day."""

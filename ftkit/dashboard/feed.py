@@ -1,7 +1,7 @@
 """Follow a job in etcd and hand out what a dashboard shows, to any number of viewers.
 
-Two watches, whoever looks and however often: the load on etcd does not depend on the viewers. The history
-lies between the two ranges; it can be long and is read once, and no further back than is shown.
+One watch, whoever looks and however often: the load on etcd does not depend on the viewers. The past epochs,
+which can be many, are not watched: they are read once, and no further back than is shown.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Update(NamedTuple):
 
 
 class _Listing(NamedTuple):
-    part: int
     kvs: Sequence[KV]
 
 
@@ -52,11 +51,10 @@ class _Events(NamedTuple):
 
 
 class _Word(NamedTuple):
-    part: int
+    """etcd has answered."""
 
 
 class _Trouble(NamedTuple):
-    part: int
     error: Exception
 
 
@@ -74,12 +72,21 @@ class Feed:
         self._latest: Update | None = None
         self._failure: BaseException | None = None
         self._closed = False
-        self._troubles: dict[int, tuple[float, str]] = {}
-        self._watches: list[Watch] = []
+        self._trouble: tuple[float, str] | None = None
+        """Since when the watch shows nothing, and why."""
+        self._watch: Watch | None = None
         self._thread = threading.Thread(target=self._run, name="dashboard feed", daemon=True)
 
     def __enter__(self) -> Feed:
-        self._watches = [self._watch(part, *bounds) for part, bounds in enumerate(self._board.ranges)]
+        put = self._inbox.put
+        self._watch = Watch(
+            self._etcd,
+            *self._board.range,
+            on_listing=lambda kvs, _: put(_Listing(kvs)),
+            on_events=lambda events, _: put(_Events(events)),
+            on_word=lambda: put(_Word()),
+            on_trouble=lambda error: put(_Trouble(error)),
+        )
         self._thread.start()
         return self
 
@@ -93,9 +100,9 @@ class Feed:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for watch in self._watches:
+        if self._watch is not None:
             # Its callbacks only fill the inbox; with etcd away, waiting for its thread would take seconds.
-            watch.close(wait=False)
+            self._watch.close(wait=False)
         self._inbox.put(None)
         self._thread.join(10.0)
 
@@ -122,20 +129,6 @@ class Feed:
             self._changed.wait_for(lambda: self._closed, timeout_s)
             if self._failure is not None:
                 raise FtkitError("the dashboard failed; this is an error in ftkit") from self._failure
-
-    # -- the threads of the watches ----------------------------------------------------------------
-
-    def _watch(self, part: int, start: str, end: str) -> Watch:
-        put = self._inbox.put
-        return Watch(
-            self._etcd,
-            start,
-            end,
-            lambda kvs, _: put(_Listing(part, kvs)),
-            lambda events, _: put(_Events(events)),
-            lambda: put(_Word(part)),
-            lambda error: put(_Trouble(part, error)),
-        )
 
     # -- the thread that owns the board ------------------------------------------------------------
 
@@ -169,14 +162,15 @@ class Feed:
     def _absorb(self, news: _News, now: float) -> bool:
         """Take one piece of news and say whether there may be something new to show."""
         if isinstance(news, _Listing):
-            self._board.listed(news.part, news.kvs, self._history(news.kvs), time.time())
+            self._board.listed(news.kvs, self._history(news.kvs), time.time())
         elif isinstance(news, _Events):
             self._board.changed(news.events, time.time())
         elif isinstance(news, _Word):
-            return self._troubles.pop(news.part, None) is not None
+            before, self._trouble = self._trouble, None
+            return before is not None
         elif isinstance(news, _Trouble):
-            since, _ = self._troubles.get(news.part, (now, ""))
-            self._troubles[news.part] = since, str(news.error)
+            since = now if self._trouble is None else self._trouble[0]
+            self._trouble = since, str(news.error)
         return True
 
     def _history(self, listing: Sequence[KV]) -> Sequence[KV]:
@@ -192,7 +186,8 @@ class Feed:
         """Describe the job, and publish that if it is anything new."""
         if not self._board.complete:
             return
-        trouble = next((text for since, text in self._troubles.values() if now >= since + TROUBLE_S), "")
+        since, error = self._trouble or (now, "")
+        trouble = error if now >= since + TROUBLE_S else ""
         wall = time.time()
         snapshot = self._board.snapshot(now, wall, trouble)
         with self._changed:

@@ -97,10 +97,7 @@ def parse(name: str, keys: Iterable[KeyValue]) -> Job:
 
 
 def read(etcd: Etcd, name: str) -> Job:
-    """Read the job's keys; its history, which may be long, is left out."""
-    from ftkit.keeper.etcd import prefix_end  # imports grpc: only where a connection is needed
-
+    """Read the job's keys, but not the past epochs behind them, which may be many."""
     keys = JobKeys(name)
-    before, _ = etcd.range(keys.prefix, keys.history)
-    after, _ = etcd.range(prefix_end(keys.history), prefix_end(keys.prefix))
-    return parse(name, [*before, *after])
+    found, _ = etcd.range(keys.prefix, keys.timeline)
+    return parse(name, found)

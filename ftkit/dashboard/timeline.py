@@ -45,7 +45,7 @@ class Timeline:
         """Take a listing; the first one yields the last epochs and who is there now."""
         first, self._listed = not self._listed, True
         moments: list[Moment] = []
-        history = sorted(k for k in keys if k.startswith(f"{self._prefix}history/"))
+        history = sorted(k for k in keys if k.startswith(f"{self._prefix}timeline/"))
         if first:
             skipped = history[: max(0, len(history) - num_history)]
             self._known.update((key, keys[key]) for key in skipped)
@@ -67,7 +67,7 @@ class Timeline:
         else:
             self._known[key] = value
         section, _, name = key.removeprefix(self._prefix).partition("/")
-        if section in ("history", "epoch"):
+        if section in ("timeline", "epoch"):
             return [] if value is None else self._epoch(value)
         if section == "members":
             return self._member(name, value)
@@ -83,7 +83,7 @@ class Timeline:
 
     def _order(self, key: str) -> tuple[int, str]:
         """Order the keys of one listing as a story: history, those who are there, the rest."""
-        order = ("history", "epoch", "departed", "members", "tickets", "control", "abort")
+        order = ("timeline", "epoch", "departed", "members", "tickets", "control", "abort")
         section = key.removeprefix(self._prefix).partition("/")[0]
         return (order.index(section) if section in order else len(order)), key
 
@@ -91,7 +91,7 @@ class Timeline:
         epoch = decode(value, Epoch)
         if (
             isinstance(epoch, str) or epoch == self._last
-        ):  # `epoch` and its copy under `history` are one event
+        ):  # `epoch` and its copy under `timeline` are one event
             return []
         self._last = epoch
         names = _some([s.replica_id for s in epoch.seats])

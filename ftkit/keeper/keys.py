@@ -16,9 +16,9 @@ from ftkit.core.model import Abort, Control, Departed, Epoch, JobConfig, Record,
 
 log = logging.getLogger(__name__)
 
-HISTORY_KEPT = 1000
-HISTORY_BYTES = 64 * 1024 * 1024
-"""Room for the history in etcd, whose whole database has 2 GB by default; large epochs are kept less long."""
+TIMELINE_KEPT = 1000
+TIMELINE_BYTES = 64 * 1024 * 1024
+"""Room for the timeline in etcd, whose database has 2 GB by default; large epochs are kept less long."""
 _FEWEST_KEPT = 10
 
 _DECODERS: dict[Section, msgspec.json.Decoder[Any]] = {
@@ -67,7 +67,7 @@ class JobKeys:
         self.tickets = self.prefix + "tickets/"
         self.departed = self.prefix + "departed/"
         self.control = self.prefix + "control/"
-        self.history = self.prefix + "history/"
+        self.timeline = self.prefix + "timeline/"
         self.stats = self.prefix + "stats/"
 
     def member_of(self, replica_id: str) -> str:
@@ -90,9 +90,9 @@ class JobKeys:
         """Return the key of a member's figures."""
         return self.stats + replica_id
 
-    def history_of(self, epoch: int) -> str:
+    def timeline_of(self, epoch: int) -> str:
         """Return the key of the copy of an epoch; sorted as text they are sorted as numbers."""
-        return f"{self.history}{epoch:010d}"
+        return f"{self.timeline}{epoch:010d}"
 
     def locate(self, key: str) -> tuple[Section, str] | None:
         """Return the section and the name within it of a key, or None for one that is not watched."""
@@ -105,9 +105,9 @@ class JobKeys:
         return None
 
 
-def history_kept(epoch_bytes: int) -> int:
-    """Return how many epochs of this size the history keeps."""
-    return max(_FEWEST_KEPT, min(HISTORY_KEPT, HISTORY_BYTES // max(1, epoch_bytes)))
+def timeline_kept(epoch_bytes: int) -> int:
+    """Return how many epochs of this size the timeline keeps."""
+    return max(_FEWEST_KEPT, min(TIMELINE_KEPT, TIMELINE_BYTES // max(1, epoch_bytes)))
 
 
 def encode(value: object) -> bytes:

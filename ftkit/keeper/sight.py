@@ -1,6 +1,6 @@
 """Watch the parts of the job's prefix that a keeper needs, and turn what is seen into events.
 
-Two watches for every keeper, one more, of tickets, for proposers: a change of membership then costs O(N)
+One watch for every keeper, one more, of tickets, for proposers: a change of membership then costs O(N)
 messages. It decides nothing; it knows since when its sight is troubled.
 """
 
@@ -43,10 +43,10 @@ class Sight:
 
     def open(self) -> None:
         """Start the watches that every keeper has."""
-        # Neighbours in the order of keys; `history/`, large and not for us, lies between them and `members/`.
-        sections: tuple[ev.Section, ...] = ("abort", "control", "departed", "epoch")
-        self._open("epoch", self._keys.abort, self._keys.epoch + "\0", sections)
-        self._open("members", self._keys.members, prefix_end(self._keys.members), ("members",))
+        # One range, from `abort` to `members/`: a death and its proof come in one message. What every keeper
+        # has no use for (statistics, tickets, the timeline) lies behind it in the order of keys.
+        sections: tuple[ev.Section, ...] = ("abort", "control", "departed", "epoch", "members")
+        self._open("members", self._keys.abort, prefix_end(self._keys.members), sections)
 
     def watch_tickets(self, on: bool) -> None:
         """Start or end the watch that only proposers have."""

@@ -20,7 +20,7 @@ from ftkit.core.model import Abort, JobConfig, Record
 from ftkit.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, JobMismatch, NameInUse
 from ftkit.keeper.admission import Admitted, restore_config, wait_for_name
 from ftkit.keeper.etcd import KV, Compare, Delete, DeletePrefix, Etcd, Get, LeaseLost, Op, Put
-from ftkit.keeper.keys import JobKeys, decode, encode, history_kept
+from ftkit.keeper.keys import JobKeys, decode, encode, timeline_kept
 from ftkit.keeper.lease import LeaseKeeper
 
 log = logging.getLogger(__name__)
@@ -334,7 +334,7 @@ class Writer:
     def _put_epoch(self, wish: ev.PutEpoch) -> None:
         epoch = wish.epoch if wish.epoch.time else msgspec.structs.replace(wish.epoch, time=time.time())
         value = encode(epoch)
-        copy = Put(self._keys.history_of(epoch.id), value)
+        copy = Put(self._keys.timeline_of(epoch.id), value)
         gone = [self._keys.member_of(r) for r in wish.absent]
         if len(gone) > _MOST_COMPARES:  # etcd's default limit is 128; the rest is looked at just before
             here = {kv.key for kv in self._etcd.list(self._keys.members)[0]}
@@ -354,7 +354,7 @@ class Writer:
         log.info("epoch %d proposed: %s", epoch.id, epoch.reason)
         if len(value) > _LARGE:
             self._etcd.txn([], [copy])
-        kept = history_kept(len(value))
+        kept = timeline_kept(len(value))
         if epoch.id > kept:
-            oldest = self._keys.history_of(epoch.id - kept + 1)
-            self._etcd.txn([], [DeletePrefix(self._keys.history, oldest)])
+            oldest = self._keys.timeline_of(epoch.id - kept + 1)
+            self._etcd.txn([], [DeletePrefix(self._keys.timeline, oldest)])

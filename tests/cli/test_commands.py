@@ -47,7 +47,7 @@ def test_status_shows_the_job(start: Start, put: Put, where: tuple[str, ...]) ->
     put("config", JobConfig(min_replicas=1))
     put("members/t0", record("t0"))
     put("epoch", Epoch(id=3, seats=(Seat("t0", "i", Version(2, 40)),), time=time.time()))
-    put("history/0000000003", Epoch(id=3, seats=()))
+    put("timeline/0000000003", Epoch(id=3, seats=()))
     put("stats/t0", {"step": 44, "steps_per_s": 2.0, "compute_s": 0.4, "wait_s": 0.1})
     run = start("status", *where)
     assert run.wait() == 0

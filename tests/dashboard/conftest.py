@@ -51,5 +51,5 @@ def training(put: Put) -> None:
             time=time.time() - 60 + number,
             reason=f"reason {number}",
         )
-        put(f"history/{number:010d}", epoch)
+        put(f"timeline/{number:010d}", epoch)
     put("epoch", epoch)

@@ -32,8 +32,7 @@ class Scene:
 
     def list(self, values: dict[str, object], history: tuple[Key, ...] = ()) -> Snapshot:
         keys = [self.key(name, value) for name, value in values.items()]
-        for part, (start, end) in enumerate(self.board.ranges):
-            self.board.listed(part, [k for k in keys if start <= k.key < end], history, self.at)
+        self.board.listed(keys, history, self.at)
         return self.look()
 
     def put(self, name: str, value: object, created: int | None = None) -> Snapshot:
@@ -138,7 +137,7 @@ def test_nothing_secret_leaves() -> None:
 
 def past(number: int, *names: str) -> Key:
     epoch = Epoch(id=number, seats=seats(*names), time=4000.0 + number)
-    return Key(f"/ftkit/j/history/{number:010d}", msgspec.json.encode(epoch))
+    return Key(f"/ftkit/j/timeline/{number:010d}", msgspec.json.encode(epoch))
 
 
 def test_the_past_comes_from_the_history_and_goes_on_with_the_changes() -> None:
@@ -153,29 +152,19 @@ def test_the_past_comes_from_the_history_and_goes_on_with_the_changes() -> None:
 
 def test_what_went_by_in_a_gap_of_the_watch_is_told_once() -> None:
     scene = Scene()
-    scene.list(running("t0", "t1"), history=(past(6, "t0"),))
+    values = running("t0", "t1")
+    scene.list(values, history=(past(6, "t0"),))
     newest = scene.key("epoch", Epoch(id=10, seats=seats("t0"), time=5000.0))
     wanted = scene.board.untold([newest])
-    assert wanted == ("/ftkit/j/history/0000000008", "/ftkit/j/history/0000000011")
-    history = [past(8, "t0"), past(9, "t0"), Key("/ftkit/j/history/0000000010", newest.value)]
-    scene.board.listed(0, [newest], history, scene.at)
+    assert wanted == ("/ftkit/j/timeline/0000000008", "/ftkit/j/timeline/0000000011")
+    history = [past(8, "t0"), past(9, "t0"), Key("/ftkit/j/timeline/0000000010", newest.value)]
+    rest = [scene.key(name, value) for name, value in values.items() if name != "epoch"]
+    scene.board.listed([newest, *rest], history, scene.at)
     told = scene.look()
     assert [m.epoch for m in told.moments if m.event == "epoch"] == [6, 7, 8, 9, 10]
     assert [s.epoch for s in told.spans] == [6, 7, 8, 9, 10]
     assert scene.board.untold([newest]) is None
-    assert states(told) == {"t0": "in epoch", "t1": "starting"}, "the other range is as it was"
-
-
-def test_a_change_between_the_two_listings_is_not_lost() -> None:
-    scene = Scene()
-    values = [scene.key(name, value) for name, value in running("t0", "t1").items()]
-    first, second = scene.board.ranges
-    scene.board.listed(0, [k for k in values if first[0] <= k.key < first[1]], (), scene.at)
-    aborted = scene.key("abort", Abort(epoch=7, by="t0", why="reset"))
-    scene.board.changed([aborted], scene.at)
-    assert not scene.board.complete
-    scene.board.listed(1, [k for k in values if second[0] <= k.key < second[1]], (), scene.at)
-    assert "was aborted by t0" in scene.look().reason
+    assert states(told) == {"t0": "in epoch", "t1": "starting"}
 
 
 def test_step_rates_are_remembered() -> None:

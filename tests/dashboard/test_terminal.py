@@ -53,9 +53,7 @@ def test_it_fits_into_the_terminal(height: int) -> None:
 
 def test_an_epoch_of_a_strange_time_is_shown() -> None:
     board = Board("j", Policy())
-    for part in range(2):
-        value = b'{"id": 1, "seats": [], "time": 1e300}'
-        board.listed(part, [Key("/ftkit/j/epoch", value)] if part == 0 else [], (), 1.0)
+    board.listed([Key("/ftkit/j/epoch", b'{"id": 1, "seats": [], "time": 1e300}')], (), 1.0)
     Console(file=io.StringIO(), width=80).print(screen(board.snapshot(1.0, 1.0), 1.0, 30))
 
 

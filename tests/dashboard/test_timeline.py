@@ -20,7 +20,7 @@ def record(name: str, incarnation: str = "i") -> bytes:
 
 
 def test_it_begins_with_the_last_epochs_and_who_is_there() -> None:
-    keys = {f"{P}history/{n:010d}": epoch(n) for n in range(1, 8)}
+    keys = {f"{P}timeline/{n:010d}": epoch(n) for n in range(1, 8)}
     keys |= {f"{P}epoch": epoch(7), f"{P}members/t0": record("t0"), f"{P}stats/t0": b"{}"}
     moments = Timeline("j").listed(keys, num_history=3)
     assert [(m.event, m.epoch) for m in moments] == [("epoch", 5), ("epoch", 6), ("epoch", 7), ("joined", 0)]
@@ -33,7 +33,7 @@ def test_an_epoch_and_its_copy_are_one_event() -> None:
     timeline = Timeline("j")
     timeline.listed({})
     assert len(timeline.changed(f"{P}epoch", epoch(3, "t0", "t1"))) == 1
-    assert timeline.changed(f"{P}history/0000000003", epoch(3, "t0", "t1")) == []
+    assert timeline.changed(f"{P}timeline/0000000003", epoch(3, "t0", "t1")) == []
 
 
 def test_an_etcd_that_was_wiped_may_count_from_one_again() -> None:

@@ -25,7 +25,7 @@ def test_a_group_joins_trains_and_leaves(world: World):
     epoch = world.get(world.keys.epoch)
     assert epoch["id"] == 1
     assert epoch["time"] > 1e9, "the pure core has no clock; the keeper stamps the epoch"
-    assert world.get(world.keys.history_of(1)) == epoch
+    assert world.get(world.keys.timeline_of(1)) == epoch
     a.do("mark", 4, 0)
     wait_until(lambda: (world.get(world.keys.stats_of("a")) or {}).get("phase") == "compute")
     a.do("goodbye", False)
@@ -247,13 +247,13 @@ def test_signals_to_the_terminals_processes_do_not_reach_the_keeper(world: World
 
 def test_only_a_thousand_epochs_of_history_are_kept(world: World):
     for i in (1, 2, 500, 1501):
-        world.etcd.put(world.keys.history_of(i), b"{}")
+        world.etcd.put(world.keys.timeline_of(i), b"{}")
     a = world.start("a")
     a.wait("Welcome")
     a.do("want", [1600, 5], "")
     assert a.epoch()["id"] == 1601
-    kvs = wait_until(lambda: len(k := world.etcd.list(world.keys.history)[0]) == 2 and k)
-    assert [kv.key for kv in kvs] == [world.keys.history_of(i) for i in (1501, 1601)]
+    kvs = wait_until(lambda: len(k := world.etcd.list(world.keys.timeline)[0]) == 2 and k)
+    assert [kv.key for kv in kvs] == [world.keys.timeline_of(i) for i in (1501, 1601)]
 
 
 def test_nonsense_in_etcd_harms_nobody(world: World):

@@ -22,7 +22,7 @@ from ftkit.keeper.etcd import Etcd, EtcdSettings
 from ftkit.keeper.group import Group
 from ftkit.keeper.hearing import REFRESH_S, Hearing
 from ftkit.keeper.inbox import Changes, Inbox, ParentDied
-from ftkit.keeper.keys import JobKeys, decode, history_kept
+from ftkit.keeper.keys import JobKeys, decode, timeline_kept
 from ftkit.keeper.processes import Exited, Hung, Processes, Stopped, exit_status
 from ftkit.keeper.progress import Phase, Progress, ProgressReader, ProgressWriter, progress_path
 from ftkit.keeper.stats import derive
@@ -37,7 +37,7 @@ class TestHistory:
     @pytest.mark.parametrize(("num", "kept"), [(3, 1000), (1_000, 1000), (10_000, 106), (10**6, 10)])
     def test_the_history_of_a_large_job_does_not_fill_etcd(self, num: int, kept: int):
         """A thousand copies of an epoch of ten thousand members would be a third of etcd's default quota."""
-        assert history_kept(63 * num) == kept
+        assert timeline_kept(63 * num) == kept
 
 
 class TestInbox:

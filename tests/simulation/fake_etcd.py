@@ -17,7 +17,7 @@ from simulation.world import World
 from ftkit.core import events as ev
 
 FOR_ALL = (("members",), ("epoch",), ("abort", "control"), ("departed",))
-"""What every keeper watches: with two watches in truth, but here each part may be late on its own."""
+"""What every keeper watches: with one watch in truth, but here each part may be late on its own."""
 
 FOR_PROPOSERS = (("tickets",),)
 """What only proposers watch, too."""
