@@ -15,7 +15,6 @@ import torch
 
 import ftkit
 from ftkit.bench.processes import say
-from ftkit.runtime.telemetry import TimelineEvent
 
 
 def main() -> None:
@@ -46,7 +45,6 @@ def main() -> None:
         model.load_state_dict(state["model"])
 
     manager.register_state_dict_fn("model", load, lambda: {"model": model.state_dict(), "x": extra})
-    manager.on_event(event)
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1e6))
     signal.signal(signal.SIGUSR2, lambda *_: doomed.append(True))
     while True:
@@ -65,11 +63,6 @@ def main() -> None:
                 "epoch": manager.epoch,
             }
         )
-
-
-def event(e: TimelineEvent) -> None:
-    """Print an event of the timeline."""
-    say({"event": e.kind, "at": e.monotonic, "event_epoch": e.epoch, "detail": e.detail})
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ torch's experimental reconfigure (2.14) is no better here: its abort leaves oper
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -128,8 +130,20 @@ def _make_device(hostname: str, interface: str) -> _Device:
                 found = [candidate for candidate in found if candidate in still]
         if len(found) == len(loops) == 1:
             sockets.close_on_exec([found[0][1]])
+            _let_others_finish(loops[0])
             return _Device(torch_device, *found[0], loops[0])
     raise GroupError("cannot tell gloo's sockets from those of other threads, which keep opening new ones")
+
+
+def _let_others_finish(loop: int) -> None:
+    """Keep gloo's thread from interrupting those that it works with.
+
+    While another thread holds a connection's lock, gloo's spins: it looks again and again whether it can be
+    had. If it has interrupted that very thread, on its processor, both stand still until the scheduler's next
+    tick, 4 ms later. As a batch thread it gets as much time as before, but waits for the other to pause.
+    """
+    with suppress(AttributeError, OSError):  # not Linux; or forbidden, then it is slower
+        os.sched_setscheduler(loop, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _new_listeners(before: set[int]) -> list[tuple[int, Descriptor]]:

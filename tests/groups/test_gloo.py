@@ -88,6 +88,16 @@ def test_members_form_a_group_and_reduce(peers: Peers, store: RendezvousStore, s
     assert totals(members) == [size] * size
 
 
+def test_gloos_thread_interrupts_nobody(peers: Peers, store: RendezvousStore) -> None:
+    """It would spin for what those hold whom it has interrupted, until the scheduler's next tick."""
+    form(members := peers(2), store.address)
+    loops = []
+    for comm in Path(f"/proc/{members[0].pid}/task").glob("*/comm"):
+        with suppress(OSError):  # that thread has ended
+            loops += [int(comm.parent.name)] if comm.read_text() == "gloo_tcp_loop\n" else []
+    assert {os.sched_getscheduler(tid) for tid in loops} == {os.SCHED_BATCH}
+
+
 def test_all_survivors_are_freed_when_one_is_killed(peers: Peers, store: RendezvousStore) -> None:
     """gloo itself frees only the neighbours in the ring; rank 2 of 4 is not one of rank 0."""
     members = peers(4)
