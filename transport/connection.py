@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from transport import near, wire
+from transport.crew import Task
 from transport.passing import Passing
 from transport.publication import Board, Publication
 from transport.readers import Content, Withdrawn
@@ -59,7 +59,7 @@ class Service:
 
 
 class Connection:
-    """A connection that was accepted; its thread has to be started."""
+    """A connection that was accepted; `run` has to be called, on a thread of its own."""
 
     def __init__(self, service: Service, sock: socket.socket, *, is_near: bool) -> None:
         self.sock, self.is_near = sock, is_near
@@ -78,7 +78,8 @@ class Connection:
         self._send_s = -1.0
         self._heard_out = False
         """The client has closed the connection, after all that was sent."""
-        self.thread = threading.Thread(target=self._run, name="transport-serve", daemon=True)
+        self.task: Task | None = None
+        """`run`, once it has begun."""
 
     def cut(self) -> None:
         """End it now; any thread."""
@@ -89,7 +90,8 @@ class Connection:
         self._stopping = True
         self.cut()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Answer requests until the connection ends."""
         service = self._service
         try:
             self.sock.setblocking(True)

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from transport import wire
 from transport.api import Progress
 from transport.ask import SMALL_BODY
+from transport.crew import Crew
 from transport.errors import SourceError, TokenRefused, TransportTimeout
 from transport.fetch import Fetch
 from transport.files import FileSink
@@ -135,14 +136,15 @@ class Downloader:
         The file appears when it is complete and verified; a file that was there before stays until then.
         """
         begun = time.monotonic()
-        settings = Settings(
-            make_link=self._link,
-            streams=self._streams,
-            stall_s=self._stall_s,
-            report_chunks=progress is not None,
-        )
         left = max(0.0, self._deadline - begun)
-        with FileSink(path) as sink:
+        with Crew() as crew, FileSink(path) as sink:
+            settings = Settings(
+                make_link=self._link,
+                crew=crew,
+                streams=self._streams,
+                stall_s=self._stall_s,
+                report_chunks=progress is not None,
+            )
             fetch = Fetch(
                 sources,
                 version,

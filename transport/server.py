@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from transport import near
 from transport.connection import Connection, Limits, Service
+from transport.crew import Crew
 from transport.publication import Board
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,9 @@ class Server:
         port: int,
         limits: Limits,
         tls: ssl.SSLContext | None,
+        crew: Crew,
     ) -> None:
-        self._limits = limits
+        self._limits, self._crew = limits, crew
         self._service = Service(board=board, token=token, limits=limits, tls=tls, ended=self._forget)
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
@@ -75,7 +77,8 @@ class Server:
             connection.stop()
         deadline = time.monotonic() + 10
         for connection in connections:
-            connection.thread.join(max(0.0, deadline - time.monotonic()))
+            if connection.task is not None:
+                connection.task.wait(max(0.0, deadline - time.monotonic()))
         for sock in (self._listener, self._near, self._wake, self._waker):
             if sock is not None:
                 sock.close()
@@ -141,7 +144,7 @@ class Server:
                 oldest.cut()
             self._connections.add(connection)
         try:
-            connection.thread.start()
+            connection.task = self._crew.start(connection.run, "transport-serve")
         except RuntimeError as err:
             log.warning("cannot start a thread for a connection: %s", err)
             self._forget(connection)

@@ -15,6 +15,7 @@ from typing import Final
 
 import xxhash
 
+from transport.crew import Crew, Task
 from transport.endgame import Flight
 from transport.errors import ChecksumError, SourceError
 from transport.ledger import Ledger, Mask
@@ -86,6 +87,7 @@ class Settings:
     """How a fetch goes about it."""
 
     make_link: Callable[[str, Callable[[], None]], Link]
+    crew: Crew
     streams: int
     stall_s: float
     min_rate: float = 0.0
@@ -133,7 +135,7 @@ class Session:
         self.failure: BaseException | None = None
         self.over = False
         self._links: set[Link] = set()
-        self._threads: list[threading.Thread] = []
+        self._tasks: list[Task] = []
 
     @property
     def work(self) -> tuple[Manifest, Ledger, Plan]:
@@ -165,12 +167,9 @@ class Session:
 
     def start_thread(self, target: Callable[[], None]) -> None:
         """Start a thread that ends with this fetch, unless it is already over."""
-        thread = threading.Thread(target=target, name="transport-fetch", daemon=True)
         with self.changed:
-            if self.over:
-                return
-            self._threads.append(thread)
-            thread.start()
+            if not self.over:
+                self._tasks.append(self.settings.crew.start(target, "transport-fetch"))
 
     def check(self) -> None:
         """Raise `Over` if a thread of this fetch should end."""
@@ -203,10 +202,9 @@ class Session:
         """Stop all threads, and wait until none of them can write into the destination any more."""
         self.over = True
         self._interrupt()
-        for thread in self._threads:
+        for task in self._tasks:
             # A link that was cut receives nothing, even if its thread is still resolving a name.
-            thread.join(END_WAIT_S)
-            if thread.is_alive():
+            if not task.wait(END_WAIT_S):
                 log.warning("a thread of the fetch of %s is still ending", self.version)
 
     def _interrupt(self) -> None:

@@ -62,7 +62,8 @@ class Entry:
             self._membership.agree(True)
 
         with self._entering(offer):
-            with SideBySide(meet, partial(self._healer.abort, plan.epoch)):  # the state travels meanwhile
+            with SideBySide(self._links.crew, meet, partial(self._healer.abort, plan.epoch)):
+                # The state travels meanwhile.
                 self._prepare_heal(plan, offer)
             self._complete_heal(plan)
 

@@ -20,6 +20,7 @@ from ftkit.errors import Aborted
 from ftkit.groups.ballots import BallotBox
 from ftkit.groups.base import ProcessGroup
 from ftkit.runtime.side_by_side import Background
+from transport.crew import Crew
 
 _SOURCE = re.compile(r"\[/[^\]]*\.(cc|cpp|h):\d+\] ")
 WILDCARDS = ("", "0.0.0.0", "::")
@@ -39,7 +40,9 @@ class Links:
             self.inner = BallotBox(timeout_s=settings.collective_timeout, hostname=host)
         self.siblings: BallotBox | None = None
         """The other ranks of this group, from `meet_siblings` to the end."""
-        self._forming = Background()
+        self.crew = Crew()
+        """Threads for what is done beside the training thread."""
+        self._forming = Background(self.crew)
         self._form: Callable[[], None] = self._check
         self._lock = threading.Lock()
         self._aborted: str | None = "not configured yet"
@@ -128,6 +131,7 @@ class Links:
         if self.siblings is not None:
             self.siblings.close()
         self._forming.finish()
+        self.crew.close()
 
     def agree(self, values: list[int], *, inside: bool = False, timeout_s: float | None = None) -> list[int]:
         """Return the greatest of all members' values (or of the group's ranks'), place by place.

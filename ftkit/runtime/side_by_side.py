@@ -5,20 +5,22 @@ It knows nothing of either.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from types import TracebackType
+
+from transport.crew import Crew, Task
 
 
 class SideBySide:
     """Run `work` beside the body of a `with` statement, whose end waits for it and raises what it raised."""
 
-    def __init__(self, work: Callable[[], None], cancel: Callable[[], None]) -> None:
+    def __init__(self, crew: Crew, work: Callable[[], None], cancel: Callable[[], None]) -> None:
         """When `work` fails, `cancel` is called, to end the body."""
+        self._crew = crew
         self._work = work
         self._cancel = cancel
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="ftkit-side", daemon=True)
+        self._task: Task | None = None
 
     def _run(self) -> None:
         try:
@@ -29,13 +31,14 @@ class SideBySide:
 
     def __enter__(self) -> None:
         """Begin."""
-        self._thread.start()
+        self._task = self._crew.start(self._run, "ftkit-side")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for the other; an error of the body goes first."""
-        self._thread.join()
+        assert self._task is not None, "as it was entered"
+        self._task.wait()
         if kind is None and self._error is not None:
             raise self._error
 
@@ -43,9 +46,10 @@ class SideBySide:
 class Background:
     """One piece of work at a time that nobody waits for until its result is needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, crew: Crew) -> None:
         """Nothing is under way."""
-        self._thread: threading.Thread | None = None
+        self._crew = crew
+        self._task: Task | None = None
         self._error: Exception | None = None
 
     def start(self, work: Callable[[], None]) -> None:
@@ -58,12 +62,11 @@ class Background:
                 self._error = error
 
         self._error = None
-        self._thread = threading.Thread(target=run, name="ftkit-background", daemon=True)
-        self._thread.start()
+        self._task = self._crew.start(run, "ftkit-background")
 
     def finish(self) -> Exception | None:
         """Wait for the end of what is under way; return its error, each time it is asked."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._task is not None:
+            self._task.wait()
+            self._task = None
         return self._error

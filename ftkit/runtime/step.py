@@ -376,7 +376,7 @@ class Step:
         self._progress.mark(Phase.WAITING)
         membership.ask(failed)
         if not self._inbox.offered:  # nobody waits for this member yet
-            warm_up(self._healer)
+            warm_up(self._healer, self._links)
         offer = membership.wait_offer(self._settings.quorum_timeout, self._asked_to_leave)
         if offer is None:
             self.leave(planned=False)

@@ -7,10 +7,12 @@ import encodings.idna  # noqa: F401  (else loaded when a first host name is look
 import torch
 
 from ftkit.runtime.healing import Healer
+from ftkit.runtime.links import Links
 
 
-def warm_up(healer: Healer) -> None:
+def warm_up(healer: Healer, links: Links) -> None:
     """Take the first steps on the way of a joiner, which take longer than the next, with tiny tensors."""
+    links.crew.prepare(2)
     healer.warm_up()
     with torch.enable_grad():
         torch.ones(1, device="cpu", requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]

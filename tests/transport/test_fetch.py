@@ -23,6 +23,7 @@ from transport import (
     TransportTimeout,
     VersionMismatch,
 )
+from transport.crew import MAX_IDLE
 
 Make = Callable[..., HTTPTransport]
 Same = Callable[[Any, Any], None]
@@ -329,7 +330,8 @@ def test_nothing_leaks_over_many_cycles(make_transport: Make, wait_until: Wait) 
     threads, open_before = threading.active_count(), descriptors()
     for i in range(1, 301):
         cycle(i)
-    wait_until(lambda: threading.active_count() <= threads, "the threads have ended")
+    idle = MAX_IDLE * (len(sources) + 1)
+    wait_until(lambda: threading.active_count() <= threads + idle, "the threads have ended")
     wait_until(lambda: descriptors() <= open_before, "the descriptors are closed")
 
 
