@@ -9,6 +9,7 @@ import contextlib
 import os
 import random
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,9 @@ QUOTA = 16_000_000
 """Bytes that the database may have: little, so that it can be filled."""
 _FILLER = "/filler/"
 _PIECE = 250_000
+_COUNTED_S = 0.2
+_LAST_PIECES = 10
+"""More pieces, with time for etcd to count between them, if it has not refused twice its quota."""
 
 Undo = Callable[[], None]
 
@@ -145,9 +149,14 @@ class Servers:
                     client.revoke(member.lease)
 
     def _fill(self) -> None:
-        """Write until etcd refuses; what a busy server does not get done in time is tried no more."""
+        """Write until etcd refuses; what a busy server does not get done in time is tried no more.
+
+        It counts what it has only at its next commit, and takes all that comes until then.
+        """
         with contextlib.suppress(EtcdNoSpace), self.client(root=True) as client:
-            for number in range(2 * QUOTA // _PIECE):
+            for number in range(2 * QUOTA // _PIECE + _LAST_PIECES):
+                if number >= 2 * QUOTA // _PIECE:
+                    time.sleep(_COUNTED_S)
                 with contextlib.suppress(EtcdUnavailable):
                     client.put(f"{_FILLER}{number}", os.urandom(_PIECE))
 

@@ -98,6 +98,19 @@ def test_a_full_database_gets_room_again_and_leases_are_revoked_at_once(tmp_path
         servers.stop()
 
 
+def test_a_database_is_full_though_etcd_counts_late(tmp_path: Path) -> None:
+    """It knows its size since its last commit, and refuses nothing before the next one."""
+    servers = Servers(tmp_path, "j")
+    servers.servers[0].extra += ("--backend-batch-interval=1s", "--backend-batch-limit=1000000")
+    try:
+        servers.start()
+        servers.strike("etcd-full", 0.0)
+        with servers.client() as client, pytest.raises(EtcdNoSpace):
+            client.put("/ftkit/j/x", b"x")
+    finally:
+        servers.stop()
+
+
 def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
     assert "--etcd-servers 3" in impossible("etcd-lose-one", num=1, auth=False)
     assert "--etcd-auth" in impossible("etcd-expire-token", num=1, auth=False)
