@@ -21,9 +21,9 @@ IDLE: Final = "idle"
 class Task:
     """A piece of work that is under way or has ended."""
 
-    def __init__(self, work: Callable[[], None], name: str) -> None:
+    def __init__(self, work: Callable[[], object], name: str) -> None:
         self.name = name
-        self._work: Callable[[], None] | None = work
+        self._work: Callable[[], object] | None = work
         self._ended = threading.Event()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -59,7 +59,7 @@ class Crew:
     ) -> None:
         self.close()
 
-    def start(self, work: Callable[[], None], name: str) -> Task:
+    def start(self, work: Callable[[], object], name: str) -> Task:
         """Begin a piece of work; `name` is that of its thread meanwhile.
 
         Raises:
@@ -82,7 +82,7 @@ class Crew:
         with self._lock:
             num -= len(self._idle)
         gate = threading.Event()
-        tasks = [self.start(lambda: _pass(gate), IDLE) for _ in range(num)]
+        tasks = [self.start(gate.wait, IDLE) for _ in range(num)]
         gate.set()
         for task in tasks:
             task.wait()
@@ -104,10 +104,6 @@ class Crew:
             hand.tasks.put(None)
         for hand in idle:
             hand.join()
-
-
-def _pass(gate: threading.Event) -> None:
-    gate.wait()
 
 
 class _Hand(threading.Thread):

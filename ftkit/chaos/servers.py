@@ -27,6 +27,7 @@ QUOTA = 16_000_000
 """Bytes that the database may have: little, so that it can be filled."""
 _FILLER = "/filler/"
 _PIECE = 250_000
+_PIECES = 2 * QUOTA // _PIECE
 _COUNTED_S = 0.2
 _LAST_PIECES = 10
 """More pieces, with time for etcd to count between them, if it has not refused twice its quota."""
@@ -154,8 +155,8 @@ class Servers:
         It counts what it has only at its next commit, and takes all that comes until then.
         """
         with contextlib.suppress(EtcdNoSpace), self.client(root=True) as client:
-            for number in range(2 * QUOTA // _PIECE + _LAST_PIECES):
-                if number >= 2 * QUOTA // _PIECE:
+            for number in range(_PIECES + _LAST_PIECES):
+                if number >= _PIECES:
                     time.sleep(_COUNTED_S)
                 with contextlib.suppress(EtcdUnavailable):
                     client.put(f"{_FILLER}{number}", os.urandom(_PIECE))
