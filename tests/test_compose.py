@@ -24,7 +24,7 @@ from ftkit.cli import main as cli
 from ftkit.config import FIELDS, Settings
 from ftkit.dashboard.guard import parse_listen
 from ftkit.keeper.embedded import find_etcd
-from ftkit.launcher.ports import free_port
+from ftkit.keeper.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))

@@ -26,6 +26,7 @@ from typing import IO
 
 from ftkit.errors import ConfigError, EtcdUnavailable
 from ftkit.keeper.etcd import Etcd, EtcdSettings
+from ftkit.keeper.ports import is_free
 
 log = logging.getLogger(__name__)
 
@@ -333,7 +334,7 @@ class Embedded:
     def _start(self) -> str:
         server = EtcdServer(data_dir=self.data_dir / "data", durable=not self._temporary)
         known = _read(self.data_dir)
-        if known is not None and all(_is_free(known[k]) for k in ("client_port", "peer_port")):
+        if known is not None and all(is_free(known[k]) for k in ("client_port", "peer_port")):
             # Whoever still looks for the last one finds this one at the same place.
             server.client_port, server.peer_port = known["client_port"], known["peer_port"]
         server.start()
@@ -389,17 +390,6 @@ def _stop(data_dir: Path) -> None:
     deadline = time.monotonic() + 5.0
     while _is_ours(data_dir, known["pid"]) and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd does
-        try:
-            sock.bind(("127.0.0.1", port))
-            sock.listen(1)
-        except OSError:
-            return False
-    return True
 
 
 def _accepts(port: int) -> bool:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from ftkit.config_values import DEFAULT_PORT
 from ftkit.errors import EtcdUnavailable
-from ftkit.launcher.ports import is_free
+from ftkit.keeper.ports import is_free
 from ftkit.launcher.process import Guardian
 
 if TYPE_CHECKING:

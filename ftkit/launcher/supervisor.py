@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
+from ftkit.keeper.ports import free_port
 from ftkit.launcher.group import (
     Effect,
     Event,
@@ -31,7 +32,6 @@ from ftkit.launcher.group import (
     Tick,
 )
 from ftkit.launcher.output import Console, LineWriter
-from ftkit.launcher.ports import free_port
 from ftkit.launcher.process import Guardian, RankProcess, reap_adopted
 from ftkit.launcher.spec import LaunchSpec, rank_environment
 

@@ -16,7 +16,7 @@ import pytest
 from ftkit.demo.checks import samples_once, steps_in_a_row
 from ftkit.demo.journal import Tail
 from ftkit.demo.story import Story
-from ftkit.launcher.ports import is_free
+from ftkit.keeper.ports import is_free
 from tests.cli.conftest import Running, eventually
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_lm.py"

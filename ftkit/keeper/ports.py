@@ -1,4 +1,4 @@
-"""Find a free port for the ranks of a group to meet at.
+"""Find a free port, for the ranks of a group to meet at or for a server.
 
 It cannot reserve the port: another process may take it before the group's first rank does. To make that
 unlikely it looks outside the range from which the kernel serves outgoing connections.

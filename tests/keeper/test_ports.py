@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-from ftkit.launcher.ports import ephemeral_range, free_port, is_free
+from ftkit.keeper.ports import ephemeral_range, free_port, is_free
 
 
 def test_a_port_in_use_is_not_free() -> None:
